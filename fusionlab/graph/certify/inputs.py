@@ -33,13 +33,14 @@ def is_number(aval: Any) -> bool:
 
 @dataclass(frozen=True)
 class Reduction:
-    """How sizes are reduced: some to given sizes, the other sizes of the operands to a few; none if `real`. `parts` and `most` are
+    """How sizes are reduced: some to given sizes, the other sizes of the operands to a few; none if `real`. `parts`, `most` and `cut` are
     as in `ReducedSizes`."""
 
     known: Mapping[int, int] = field(default_factory=dict)
     parts: frozenset[int] = frozenset()
     most: tuple[int, int] | None = None
     real: bool = False
+    cut: Mapping[int, int] = field(default_factory=dict)
 
 
 def inputs_of(
@@ -71,7 +72,7 @@ def inputs_of(
             args.append(np.asarray(next(number) % STEPS, a.dtype))
         else:
             args.append(rng.integers(0, 3, size=shape).astype(a.dtype))
-    return ReducedSizes(table, reduction.parts, reduction.most), args
+    return ReducedSizes(table, reduction.parts, reduction.most, reduction.cut), args
 
 
 def _reduced_sizes(avals: Sequence[Any], reduction: Reduction) -> dict[int, int]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..interpret.evaluate import CannotEvaluate, PositionsError, SizesDifferError, TooLargeError
+from ..interpret.evaluate import CannotEvaluate, CutError, PositionsError, SizesDifferError, TooLargeError
 from ..interpret.numpy_rules import KEPT_SIZES
 from .inputs import Reduction
 
@@ -81,3 +81,7 @@ def _at_products(attempt: Callable[[Reduction], Any], reduction: Reduction, spli
                 raise
             tried.add(now)
             reduction = replace(reduction, known={**reduction.known, error.real: error.other})
+        except CutError as error:
+            if error.real in reduction.cut:
+                raise
+            reduction = replace(reduction, cut={**reduction.cut, error.real: error.count})

@@ -9,6 +9,7 @@ primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..program.trace import FLATTENED
 from .numpy_indexing import PLACED
 from .numpy_rules import BOUND, OF_KEYS, PLAIN, SHAPED, Array, at_real_sizes, bound, no_more_than, random_bits
 from .numpy_rules import CannotEvaluate as CannotEvaluate
+from .numpy_rules import CutError as CutError
 from .numpy_rules import PositionsError as PositionsError
 from .numpy_rules import SizesDifferError as SizesDifferError
 from .numpy_rules import TooLargeError as TooLargeError
@@ -46,6 +48,7 @@ class ReducedSizes:
       table: real size -> reduced size.
       parts: reduced sizes of axes that no operand has and that the program makes by splitting: positions along them are meaningless.
       most: the limit on entries of an array, and on terms summed for it, beyond which the program is not evaluated.
+      cut: size -> that of a slice that leaves out a few entries at its ends.
     """
 
     def __init__(
@@ -53,12 +56,15 @@ class ReducedSizes:
         table: Mapping[int, int] | None = None,
         parts: frozenset[int] = frozenset(),
         most: tuple[int, int] | None = None,
+        cut: Mapping[int, int] | None = None,
     ) -> None:
-        self.table, self.parts, self.most = dict(table or {}), parts, most
-        self.cut: dict[int, int] = {}  # size -> that of a slice that leaves out a few entries at its ends
+        self.table, self.parts, self.most, self.cut = dict(table or {}), parts, most, dict(cut or {})
+        self.made_of: dict[
+            int, tuple[int, ...]
+        ] = {}  # size of an axis -> those of the axes of which a reshape makes it, or that it makes
 
     def copy(self) -> ReducedSizes:
-        return ReducedSizes(self.table, self.parts, self.most)
+        return ReducedSizes(self.table, self.parts, self.most, self.cut)
 
     def __call__(self, size: int) -> int:
         return self.table.get(int(size), int(size))
@@ -68,8 +74,10 @@ class ReducedSizes:
 
     def repeats(self, real: int, reduced: int) -> float:
         """How many entries each represents in a sum over an axis; of one that is cut as many as in the slice, for equal sums of both."""
-        count = self.cut.get(real, real)
-        return count / (reduced if count == real else self(count))
+        if (count := self.cut.get(real)) is not None:
+            return count / self(count)
+        parts = self.made_of.get(real, ())
+        return math.prod(self.repeats(n, self(n)) for n in parts) if self.cut.keys() & set(parts) else real / reduced
 
     def learn(self, real: int, reduced: int) -> None:
         if self.table.setdefault(int(real), int(reduced)) != reduced:

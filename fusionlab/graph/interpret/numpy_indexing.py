@@ -19,6 +19,7 @@ from .numpy_rules import (
     KEPT_SIZES,
     Array,
     CannotEvaluate,
+    CutError,
     NumpyRule,
     PositionsError,
     SizesDifferError,
@@ -71,12 +72,13 @@ def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -
 def _cut(run: Any, real: int, reduced: int, start: int, count: int) -> tuple[int, int, int]:
     """(start, stop, step) of a slice that leaves out a few entries at the ends of an axis: as many of the reduced one."""
     out = real - count
+    if real not in run.sizes.cut:
+        raise CutError(real, count)
     if count not in run.sizes.table and real in run.sizes.table:  # no operand has as many
         _meets(real, reduced, max(reduced, out + 2))
         run.sizes.learn(count, reduced - out)
     small = run.sizes(count)
     _meets(real, reduced, small + out, unreduced(run.sizes, (count,)))
-    run.sizes.cut[real] = count
     return start, start + small, 1
 
 

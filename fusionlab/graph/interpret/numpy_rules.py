@@ -57,6 +57,17 @@ class PositionsError(CannotEvaluate):
         self.size = size
 
 
+class CutError(CannotEvaluate):
+    """A slice leaves out a few entries at the ends of a reduced axis: those that are left have to count alike in all sums.
+
+    Attributes: `real` is the size of the axis, `count` that of the slice.
+    """
+
+    def __init__(self, real: int, count: int) -> None:
+        super().__init__(f"{count} entries of {real} at reduced sizes")
+        self.real, self.count = real, count
+
+
 class TooLargeError(CannotEvaluate):
     """An array, or a sum over one, would take too much memory or time, as with an unreduced axis squared."""
 
@@ -214,6 +225,9 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     # Axes that are merged into one: it is reduced to what they are.
     if len(big_out) == 1:
         run.sizes.learn(big_out[0], elements)
+        run.sizes.made_of.setdefault(big_out[0], tuple(r for r, _ in big_in))
+    elif len(big_in) == 1:
+        run.sizes.made_of.setdefault(big_in[0][0], tuple(big_out))
     shape = [run.sizes(r) if r != 1 else 1 for r in real_out]
     if math.prod(shape) != elements:
         if len(big_in) == 1:  # an axis that is split: it has to be reduced to what its parts are

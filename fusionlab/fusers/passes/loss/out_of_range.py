@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -73,11 +74,18 @@ def treatment(
     inline = traced_once(plain_meaning_of)
     weights, tolerance = summed_with(old), tolerance_of((*region.inputs, region.root))
 
+    last = list[Reduction]()  # the sizes at which the program before was evaluated, which is compared with the next
+
     def results(program: Any, labels: Sequence[int]) -> list[list[np.ndarray]]:
         def attempt(reduction: Reduction) -> list[list[np.ndarray]]:
             drawn = _drawn(region, cut, reduction, labels, weights)
-            return [evaluate(program, args, sizes, inline) for sizes, args in drawn]
+            found = [evaluate(program, args, sizes, inline) for sizes, args in drawn]
+            last[:] = [reduction]
+            return found
 
+        with contextlib.suppress(CannotEvaluate):
+            if last:
+                return attempt(last[0])
         return at_sizes(attempt, avals, region.positions)
 
     def replacement(found: Treatment) -> Any:
