@@ -59,9 +59,8 @@ class ReducedSizes:
         cut: Mapping[int, int] | None = None,
     ) -> None:
         self.table, self.parts, self.most, self.cut = dict(table or {}), parts, most, dict(cut or {})
-        self.made_of: dict[
-            int, tuple[int, ...]
-        ] = {}  # size of an axis -> those of the axes of which a reshape makes it, or that it makes
+        # The size of an axis -> those of the axes of which a reshape makes it, or that it makes of it.
+        self.made_of: dict[int, tuple[int, ...]] = {}
 
     def copy(self) -> ReducedSizes:
         return ReducedSizes(self.table, self.parts, self.most, self.cut)

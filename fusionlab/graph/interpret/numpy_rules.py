@@ -84,9 +84,8 @@ def no_more_than(most: tuple[int, int], sizes: Any, eqn: Any) -> None:
     """Raises TooLargeError if a result of an equation would have more entries, or sum more terms, than `most`."""
     if all(math.prod(v.aval.shape) <= _SMALL for v in (*eqn.outvars, *eqn.invars[:1]) if hasattr(v.aval, "shape")):
         return
-    if (
-        eqn.primitive.name == "slice"
-    ):  # no more than its operand has, which may be reduced where the size of the slice is not known yet
+    # A slice has no more than its operand, which may be reduced where the size of the slice is not known yet.
+    if eqn.primitive.name == "slice":
         return
     entries = max((math.prod(sizes.shape(getattr(v.aval, "shape", ()))) for v in eqn.outvars), default=0)
     each = 1
