@@ -40,7 +40,7 @@ class Reduction:
     parts: frozenset[int] = frozenset()
     most: tuple[int, int] | None = None
     real: bool = False
-    cut: Mapping[int, int] = field(default_factory=dict)
+    cut: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
 
 def inputs_of(

@@ -84,4 +84,4 @@ def _at_products(attempt: Callable[[Reduction], Any], reduction: Reduction, spli
         except CutError as error:
             if error.real in reduction.cut:
                 raise
-            reduction = replace(reduction, cut={**reduction.cut, error.real: error.count})
+            reduction = replace(reduction, cut={**reduction.cut, error.real: error.ends})

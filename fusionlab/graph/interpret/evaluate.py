@@ -9,7 +9,7 @@ primitive that is not in the table raises `CannotEvaluate`; nothing is guessed.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +48,7 @@ class ReducedSizes:
       table: real size -> reduced size.
       parts: reduced sizes of axes that no operand has and that the program makes by splitting: positions along them are meaningless.
       most: the limit on entries of an array, and on terms summed for it, beyond which the program is not evaluated.
-      cut: size -> that of a slice that leaves out a few entries at its ends.
+      cut: size -> how many entries a slice leaves out at the start of such an axis and at its end.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class ReducedSizes:
         table: Mapping[int, int] | None = None,
         parts: frozenset[int] = frozenset(),
         most: tuple[int, int] | None = None,
-        cut: Mapping[int, int] | None = None,
+        cut: Mapping[int, tuple[int, int]] | None = None,
     ) -> None:
         self.table, self.parts, self.most, self.cut = dict(table or {}), parts, most, dict(cut or {})
         # The size of an axis -> those of the axes of which a reshape makes it, or that it makes of it.
@@ -71,12 +71,18 @@ class ReducedSizes:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return tuple(self(s) for s in shape)
 
-    def repeats(self, real: int, reduced: int) -> float:
-        """How many entries each represents in a sum over an axis; of one that is cut as many as in the slice, for equal sums of both."""
-        if (count := self.cut.get(real)) is not None:
-            return count / self(count)
+    def repeats(self, real: int, reduced: int) -> Any:
+        """How many entries each represents in a sum over an axis, or an array of that; those cut off at its ends are themselves alone."""
+        if (ends := self.cut.get(real)) is not None:
+            low, high = ends
+            found = np.ones(reduced)
+            found[low : reduced - high] = (real - low - high) / (reduced - low - high)
+            return found
         parts = self.made_of.get(real, ())
-        return math.prod(self.repeats(n, self(n)) for n in parts) if self.cut.keys() & set(parts) else real / reduced
+        if not self.cut.keys() & set(parts):
+            return real / reduced
+        each = (np.broadcast_to(self.repeats(n, self(n)), self(n)) for n in parts)
+        return functools.reduce(np.multiply.outer, each).reshape(-1)
 
     def learn(self, real: int, reduced: int) -> None:
         if self.table.setdefault(int(real), int(reduced)) != reduced:

@@ -71,9 +71,11 @@ def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -
 
 def _cut(run: Any, real: int, reduced: int, start: int, count: int) -> tuple[int, int, int]:
     """(start, stop, step) of a slice that leaves out a few entries at the ends of an axis: as many of the reduced one."""
-    out = real - count
+    out, ends = real - count, (start, real - start - count)
     if real not in run.sizes.cut:
-        raise CutError(real, count)
+        raise CutError(real, ends)
+    if run.sizes.cut[real] != ends:
+        raise CannotEvaluate(f"entries {start}:{start + count}:1 of {real} at reduced sizes")
     if count not in run.sizes.table and real in run.sizes.table:  # no operand has as many
         _meets(real, reduced, max(reduced, out + 2))
         run.sizes.learn(count, reduced - out)

@@ -58,14 +58,14 @@ class PositionsError(CannotEvaluate):
 
 
 class CutError(CannotEvaluate):
-    """A slice leaves out a few entries at the ends of a reduced axis: those that are left have to count alike in all sums.
+    """A slice leaves out a few entries at the ends of a reduced axis: in a sum over the axis each of them counts once.
 
-    Attributes: `real` is the size of the axis, `count` that of the slice.
+    Attributes: `real` is the size of the axis, `ends` how many are left out at its start and at its end.
     """
 
-    def __init__(self, real: int, count: int) -> None:
-        super().__init__(f"{count} entries of {real} at reduced sizes")
-        self.real, self.count = real, count
+    def __init__(self, real: int, ends: tuple[int, int]) -> None:
+        super().__init__(f"all but {ends} entries of {real} at reduced sizes")
+        self.real, self.ends = real, ends
 
 
 class TooLargeError(CannotEvaluate):
@@ -235,19 +235,29 @@ def _reshape_group(run: Any, real_in: list[int], reduced_in: list[int], real_out
     return shape
 
 
-def _repeats(run: Any, eqn: Any, ins: list[Array], axes: Iterable[int]) -> float:
-    """The number of entries of the real array that each entry represents in a sum of the first operand over `axes`."""
-    real, reduced = eqn.invars[0].aval.shape, ins[0].shape
-    sizes = ((int(real[int(a)]), reduced[int(a)]) for a in axes)
-    return math.prod(run.sizes.repeats(n, small) for n, small in sizes if n != small)
+def _counted(run: Any, eqn: Any, ins: list[Array], axes: Iterable[int]) -> tuple[Array, float]:
+    """The first operand, for a sum over `axes`, and a factor of the sum: each entry counts as often as entries of the real array are like
+    it."""
+    x, times = ins[0], 1.0
+    for axis, real in ((int(a), int(eqn.invars[0].aval.shape[int(a)])) for a in axes):
+        if real == x.shape[axis]:
+            continue
+        repeats = run.sizes.repeats(real, x.shape[axis])
+        if np.ndim(repeats):
+            x = x * np.reshape(repeats, [-1 if d == axis else 1 for d in range(x.ndim)])
+        else:
+            times *= repeats
+    return x, times
 
 
 def _reduce_sum(run: Any, eqn: Any, ins: list[Array]) -> Array:
     axes = tuple(int(a) for a in eqn.params["axes"])
-    total, times = np.asarray(np.sum(ins[0], axis=axes)), _repeats(run, eqn, ins, axes)
-    if times == 1:
+    x, times = _counted(run, eqn, ins, axes)
+    total = np.asarray(np.sum(x, axis=axes))
+    if x is ins[0] and times == 1:
         return total
-    return total * times if is_float(total.dtype) else np.rint(total * times).astype(total.dtype)
+    kind = np.sum(ins[0], axis=axes).dtype
+    return total * times if is_float(kind) else np.rint(total * times).astype(kind)
 
 
 def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
@@ -264,9 +274,8 @@ def _dot_general(run: Any, eqn: Any, ins: list[Array]) -> Array:
             raise SizesDifferError(real, size, other_size if size == run.sizes(real) else size)
     batch = [left[int(i)] for i in lb]
     free = _free(left, lc, lb) + _free(right, rc, rb)
-    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * _repeats(
-        run, eqn, ins, lc
-    )
+    lhs, times = _counted(run, eqn, ins, lc)
+    return np.einsum(f"{''.join(left)},{''.join(right)}->{''.join(batch + free)}", lhs, rhs) * times
 
 
 def _free(letters: Sequence[str], contracted: Sequence[int], batch: Sequence[int]) -> list[str]:
@@ -284,7 +293,8 @@ def _convolution(run: Any, eqn: Any, ins: list[Array]) -> Array:
         letters.setdefault(name, chr(ord("a") + len(letters)))
     left, right = ("".join(letters[x] for x in names) for names in (found.left, found.right))
     out = "".join(letters[x] for x in found.out if x is not None)
-    product = np.einsum(f"{left},{right}->{out}", *ins) * _repeats(run, eqn, ins, found.contracted)
+    lhs, times = _counted(run, eqn, ins, found.contracted)
+    product = np.einsum(f"{left},{right}->{out}", lhs, *ins[1:]) * times
     return np.expand_dims(product, tuple(i for i, x in enumerate(found.out) if x is None))
 
 

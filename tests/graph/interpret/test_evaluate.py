@@ -171,12 +171,12 @@ def at_reduced(fn, real, table):
     """fn traced at `real` shapes, evaluated with the axes shrunk; and fn itself on the small arrays."""
     closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in real))
     small = [np.random.default_rng(i).normal(size=[table.get(s, s) for s in shape]) for i, shape in enumerate(real)]
-    cut: dict[int, int] = {}
+    cut: dict[int, tuple[int, int]] = {}
     while True:
         try:
             return evaluate(closed, small, ReducedSizes(table, cut=cut))[0], small
         except CutError as error:
-            cut |= {error.real: error.count}  # the interpreter raises no other one for the same axis
+            cut |= {error.real: error.ends}  # the interpreter raises no other one for the same axis
 
 
 def test_a_layer_of_8192_rows_is_evaluated_on_3():
@@ -267,16 +267,22 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
     "an end cut off": (lambda x: x[:, :-1], (5, 768), {768: 5, 767: 4}, lambda x: x[:, :-1]),
     "both ends cut off": (lambda x: x[:, 1:-2], (5, 768), {768: 8, 765: 5}, lambda x: x[:, 1:-2]),
     "an end cut off and padded": (
-        lambda x: jnp.pad(x[:, 2:], ((0, 0), (0, 2))),
+        lambda x: jnp.pad(x[:, 2:], ((0, 0), (2, 0))),
         (5, 768),
         {768: 6, 766: 4},
-        lambda x: np.pad(x[:, 2:], ((0, 0), (0, 2))),
+        lambda x: np.pad(x[:, 2:], ((0, 0), (2, 0))),
     ),
     "sums of an axis that is cut, and of what is left": (
-        lambda x: jnp.stack([x[:, :-1].sum(1), jnp.pad(x[:, :-1], ((0, 0), (0, 1))).sum(1)]),
+        lambda x: jnp.stack([x[:, :-1].sum(1), jnp.pad(x[:, :-1], ((0, 0), (0, 1))).sum(1), x.sum(1)]),
         (5, 768),
         {768: 5, 767: 4},
-        lambda x: np.stack([x[:, :-1].sum(1) * 767 / 4] * 2),
+        lambda x: np.stack([x[:, :-1].sum(1) * 767 / 4] * 2 + [x[:, :-1].sum(1) * 767 / 4 + x[:, -1]]),
+    ),
+    "a product over an axis of two, one of which is cut": (
+        lambda x: jnp.stack([x[:, 1:].sum((0, 1)), jnp.ones(5 * 768) @ jnp.pad(x[:, 1:], ((0, 0), (1, 0))).reshape(-1)]),
+        (5, 768),
+        {768: 5, 767: 4, 3840: 25},
+        lambda x: np.stack([x[:, 1:].sum() * 767 / 4] * 2),
     ),
     "padded to twice": (
         lambda x: jnp.pad(x, ((0, 0), (0, 768))),
