@@ -279,7 +279,9 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
         lambda x: np.stack([x[:, :-1].sum(1) * 767 / 4] * 2 + [x[:, :-1].sum(1) * 767 / 4 + x[:, -1]]),
     ),
     "a product over an axis of two, one of which is cut": (
-        lambda x: jnp.stack([x[:, 1:].sum((0, 1)), jnp.ones(5 * 768) @ jnp.pad(x[:, 1:], ((0, 0), (1, 0))).reshape(-1)]),
+        lambda x: jnp.stack(
+            [x[:, 1:].sum((0, 1)), jnp.ones(5 * 768) @ jnp.pad(x[:, 1:], ((0, 0), (1, 0))).reshape(-1)]
+        ),
         (5, 768),
         {768: 5, 767: 4, 3840: 25},
         lambda x: np.stack([x[:, 1:].sum() * 767 / 4] * 2),
