@@ -307,7 +307,6 @@ def main(argv: list[str]) -> int:
     case = replace((CASES if on_cuda else TINY)[0], batch=options.batch or 4 * options.devices)
     assert isinstance(case, Llama)
     record = new_record("fsdp", options) | {"shape": _shape(case, options.devices), "cases": {}}
-    record["command"] = " ".join(["python -m benchmarks fsdp", *argv])
     for name, found in rows(case, options.devices, options.only, 2 if options.quick else 20):
         record["cases"][name] = found
         compare(record["cases"])
