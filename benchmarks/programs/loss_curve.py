@@ -5,9 +5,8 @@
 
 GPT-2's shapes (12 layers of width 768, vocabulary 50257) at 4 texts of 512 tokens unless said otherwise; parameters and optimisers in
 float32, the model in bfloat16; AdamW with 20 steps of warm-up, 50 for a model of GPT-2's width, at a third of the rate, and gradients of a
-global norm of at most 1. The texts are walks of a Markov
-chain of 512 tokens with four successors each, so that there is something to learn. `fl.compare(step, fused, *state, data=texts, steps=200)`
-of
+global norm of at most 1. The texts are walks of a Markov chain of 512 tokens with four successors each, so that there is something to
+learn. `fl.compare(step, fused, *state, data=texts, steps=200)` of
 
     fused                the fused program, AdamW
     one step late        AdamW gets the gradient of one layer's first MLP product one step late
@@ -15,7 +14,7 @@ of
     times 1.01           that gradient is multiplied by 1.01, AdamW, which divides the gradient by its own size
 
 and with --gradients, for the last one, `fl.compare` of the loss with its gradients. Each program is compiled with JAX's persistent cache
-in a new folder.
+in a new folder. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..measuring import finish, new_record, parser_of, save
+from ..measuring import chosen, continued, finish, new_record, parser_of, save
 from .language_steps import GPT2, PLAIN
 
 Step = Callable[..., Any]
@@ -213,7 +212,7 @@ def line(name: str, curve: Any, seconds: float) -> str:
 
 def _parser() -> Any:
     parser = parser_of("loss_curve", __doc__)
-    parser.add_argument("--only", default="", help="only the cases whose name has this text")
+    parser.add_argument("--only", default="", help='only the cases with this text, or one of "A|B"')
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--runs", type=int, default=RUNS, help="further runs of the original")
     for name in ("batch", "length", "layers", "width"):
@@ -233,7 +232,7 @@ def _case(options: Any, on_cuda: bool) -> GPT2:
 
 
 def _trained_cases(case: GPT2, options: Any, record: dict[str, Any], on_cuda: bool) -> None:
-    for name in (n for n in CASES if options.only in n):
+    for name in chosen(CASES, options.only):
         start = time.perf_counter()
         curve = trained(name, case, record["steps"], options.runs)
         seconds = time.perf_counter() - start
@@ -284,7 +283,8 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     case = _case(options, on_cuda)
-    record: dict[str, Any] = new_record("loss_curve", options) | {"cases": {}, "runs": options.runs}
+    record: dict[str, Any] = continued(new_record("loss_curve", options) | {"cases": {}}, options)
+    record["runs"] = options.runs
     record["steps"] = options.steps or (20 if options.quick else STEPS)
     record["shape"] = {k: getattr(case, k) for k in ("layers", "width", "heads", "vocabulary", "batch", "length")}
     with _new_cache():

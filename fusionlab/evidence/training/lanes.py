@@ -7,7 +7,7 @@ does not fit follows in further groups, in which the original runs again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,8 +167,16 @@ class Programs:
                 WIDE: lambda closed: widened(closed, meaning_of),
             }
             fn = made(ways[how]) if how else made()
-            self._made[step, key, how] = jax.jit(fn, donate_argnums=(0,), **step.compiling)
+            compiling = dict(step.compiling) | (_untuned(step.compiling) if how else {})
+            self._made[step, key, how] = jax.jit(fn, donate_argnums=(0,), **compiling)
         return self._made[step, key, how]
+
+
+def _untuned(compiling: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiler options of a run that shows what rounding does: any kernel will do, and on a GPU trying them all out takes a minute."""
+    if jax.default_backend() not in ("gpu", "cuda"):
+        return {}
+    return {"compiler_options": {"xla_gpu_autotune_level": 0, **(compiling.get("compiler_options") or {})}}
 
 
 def floats(leaves: Sequence[Leaf]) -> tuple[int, ...]:
