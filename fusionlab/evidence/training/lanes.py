@@ -27,6 +27,7 @@ from .step import Step
 
 RESUMMED = "resummed"
 ORIGINAL, FUSED, WIDE = "original", "fused", "original in float32"
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 _BEHIND = 2  # steps that the host may be ahead of the device
 _OF_ROOM = 0.8  # of the free memory that further states may take
 
@@ -173,10 +174,13 @@ class Programs:
 
 
 def _untuned(compiling: Mapping[str, Any]) -> dict[str, Any]:
-    """Compiler options of a run that shows what rounding does: any kernel will do, and on a GPU trying them all out takes a minute."""
+    """Compiler options of a run that shows what rounding does: any kernel will do, and on a GPU trying them all out takes a minute.
+
+    Untried, XLA's own products are slow and the library's are not.
+    """
     if jax.default_backend() not in ("gpu", "cuda"):
         return {}
-    return {"compiler_options": {"xla_gpu_autotune_level": 0, **(compiling.get("compiler_options") or {})}}
+    return {"compiler_options": _UNTUNED | (compiling.get("compiler_options") or {})}
 
 
 def floats(leaves: Sequence[Leaf]) -> tuple[int, ...]:
