@@ -31,6 +31,20 @@ def test_a_factor_that_no_element_shows_is_worse(factor):
     assert leaf.after.scale == pytest.approx(factor, abs=1e-3)
 
 
+@pytest.mark.parametrize("own", [0.998, 1.002, 0.98])
+def test_a_factor_of_the_original_as_well_cancels(own):
+    want = np.random.default_rng(0).normal(size=(64, 64))
+    sums = ReductionSizes(1024, coarsest="bfloat16")
+
+    def found(before, after):
+        arrays = [rounded(want, 1, before)], [rounded(want, 2, after)]
+        return leaf_numerics("gradient", ["w"], *arrays, [want], sums)[0].is_rescaled
+
+    assert not found(own, own)
+    assert found(own, own * (1.01 if own > 1 else 0.99))  # away from the reference
+    assert not found(own, 1)
+
+
 def test_rounding_is_no_factor():
     sums = ReductionSizes(1024, coarsest="bfloat16")
     for size in (1, 64, 256, 4096):
