@@ -40,8 +40,8 @@ class LeafNumerics(Shown):
         A gradient far below the largest one; an output (an update from such a gradient) of which the original has no correct digit.
       filled, filled_rows: elements, and whole rows along the last axis, that are NaN in the original and its reference and numbers in
         the fused version: attention gives 0 to a query that sees no key. Not a regression, and mentioned in the notes.
-      scale_limit: how far from 1 the quotient of both `Error.scale` may be: one unit in the last place of the dtype in which the program
-        multiplies.
+      scale_limit: how far from 1 `Error.scale` and the quotient of both may be: one unit in the last place of the dtype that the
+        program multiplies in.
       noise: what rounding alone does to it in the original; measured only where the error asks for it, else None.
     """
 
@@ -63,10 +63,11 @@ class LeafNumerics(Shown):
 
     @property
     def is_rescaled(self) -> bool:
-        """Whether the fused version as a whole is larger or smaller than the original by a factor that is no rounding, and than the
-        reference by more than the original is.
+        """Whether the fused version as a whole is larger or smaller by a factor that is no rounding: than the original, and farther from
+        the reference than that; or than the reference, and more than twice as far as the original.
 
-        What both round alike, as the cotangent of bfloat16 logits, moves both by one factor: it cancels in their quotient.
+        What both round alike, as the cotangent of bfloat16 logits, moves both by one factor, and what the fused version rounds less
+        brings it nearer to the reference: a factor may show in one of the two comparisons alone.
         """
         before, after = self.before.scale, self.after.scale
         if not before or after is None or self.zero_in_theory or self.size < _MANY_ELEMENTS:
@@ -74,7 +75,9 @@ class LeafNumerics(Shown):
         # What rounding leaves of a factor: five standard deviations of the difference of two, if their errors are independent.
         own = max(self.before.rel_l2, self.noise.rel_l2 if self.noise is not None else 0.0)
         left = 5 * math.sqrt(2 / self.size) * own
-        return abs(after / before - 1) > self.scale_limit + left and abs(after - 1) > abs(before - 1) + left
+        off, of_original, limit = abs(after - 1), abs(before - 1), self.scale_limit + left
+        apart = abs(after / before - 1) > limit and off > of_original + left
+        return apart or (off > limit and off > _ACCEPTED_GROWTH * of_original + left)
 
     @property
     def called(self) -> str:
