@@ -27,7 +27,18 @@ from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax
 from ..program.trace import FLATTENED
 from .numpy_indexing import PLACED
-from .numpy_rules import BOUND, OF_KEYS, PLAIN, SHAPED, Array, at_real_sizes, bound, no_more_than, random_bits
+from .numpy_rules import (
+    BOUND,
+    OF_KEYS,
+    PLAIN,
+    SHAPED,
+    Array,
+    at_real_sizes,
+    bound,
+    kept_ends,
+    no_more_than,
+    random_bits,
+)
 from .numpy_rules import CannotEvaluate as CannotEvaluate
 from .numpy_rules import CutError as CutError
 from .numpy_rules import PositionsError as PositionsError
@@ -72,11 +83,12 @@ class ReducedSizes:
         return tuple(self(s) for s in shape)
 
     def repeats(self, real: int, reduced: int) -> Any:
-        """How many entries each represents in a sum over an axis, or an array of that; those cut off at its ends are themselves alone."""
+        """How many entries each represents in a sum over an axis, or an array of that; those cut off at its ends stand for such alone."""
         if (ends := self.cut.get(real)) is not None:
-            low, high = ends
-            found = np.ones(reduced)
-            found[low : reduced - high] = (real - low - high) / (reduced - low - high)
+            low, high = kept_ends(ends)
+            found = np.full(reduced, (real - sum(ends)) / (reduced - low - high))
+            found[:low] = ends[0] / max(low, 1)
+            found[reduced - high :] = ends[1] / max(high, 1)
             return found
         parts = self.made_of.get(real, ())
         if not self.cut.keys() & set(parts):

@@ -1,8 +1,8 @@
 """The primitives whose parameters are positions along an axis, in numpy: slices, concatenations, and updates.
 
 An axis may be reduced to fewer entries (see `evaluate.py`). If it consists of parts of one size, it must be reduced to as many reduced
-parts: 3 x 768 features to 3 x 4, if 768 is reduced to 4. If a few entries are cut off its ends, as many are cut off the reduced axis: 1024
-positions are reduced to 5, if the 1023 that are left are reduced to 4. Otherwise `SizesDifferError` gives the size that fits.
+parts: 3 x 768 features to 3 x 4, if 768 is reduced to 4. If entries are cut off its ends, as many, or a few, are cut off the reduced
+axis: 1024 positions are reduced to 5, if the 1023 that are left are reduced to 4. Otherwise `SizesDifferError` gives the size that fits.
 Positions without such a meaning raise `CannotEvaluate`.
 """
 
@@ -24,6 +24,7 @@ from .numpy_rules import (
     PositionsError,
     SizesDifferError,
     bound,
+    kept_ends,
     no_positions,
     unreduced,
 )
@@ -44,44 +45,48 @@ def _meets(real: int, reduced: int, wanted: int, split: Sequence[int] = ()) -> N
 def _part(run: Any, real: int, reduced: int, start: int, stop: int, step: int) -> tuple[int, int, int]:
     """(start, stop, step) of a slice of an axis of size `real`, in its reduced axis.
 
-    The slice is all of it, or all but a few entries at its ends, or one of several parts of one size, or every `step`-th entry.
+    The slice is all of it, or all but some entries at its ends, or one of several parts of one size, or every `step`-th entry.
     """
     if (start, stop, step) == (0, real, 1):
         return 0, reduced, 1
     count = len(range(start, stop, step))
     if reduced == real == run.sizes(real) and run.sizes(count) == count:
         return start, stop, step
-    if step == 1 and real - count <= KEPT_SIZES < count and real not in run.sizes.parts:
+    if real not in run.sizes.cut and _is_part(real, start, count, step):
+        small = run.sizes(count)
+        _meets(real, reduced, real // count * small, unreduced(run.sizes, (count,)))
+        if step == 1:
+            return start // count * small, (start // count + 1) * small, 1
+        return start, reduced, step
+    if step == 1 and count > KEPT_SIZES and real not in run.sizes.parts:
         return _cut(run, real, reduced, start, count)
-    if (
-        count == 0
-        or real % count
-        or real > _PARTS * count
-        or (start % count if step == 1 else step * count != real or start >= step)
-    ):
-        if real in run.sizes.parts:
-            raise PositionsError(real, "slice")
-        raise CannotEvaluate(f"entries {start}:{stop}:{step} of {real} at reduced sizes")
-    small = run.sizes(count)
-    _meets(real, reduced, real // count * small, unreduced(run.sizes, (count,)))
-    if step == 1:
-        return start // count * small, (start // count + 1) * small, 1
-    return start, reduced, step
+    if real in run.sizes.parts:
+        raise PositionsError(real, "slice")
+    raise CannotEvaluate(f"entries {start}:{stop}:{step} of {real} at reduced sizes")
+
+
+def _is_part(real: int, start: int, count: int, step: int) -> bool:
+    """Whether a slice of an axis is one of several parts of one size, or every `step`-th entry."""
+    if count == 0 or real % count or real > _PARTS * count:
+        return False
+    return start % count == 0 if step == 1 else step * count == real and start < step
 
 
 def _cut(run: Any, real: int, reduced: int, start: int, count: int) -> tuple[int, int, int]:
-    """(start, stop, step) of a slice that leaves out a few entries at the ends of an axis: as many of the reduced one."""
-    out, ends = real - count, (start, real - start - count)
+    """(start, stop, step) of a slice that leaves out entries at the ends of an axis: as many of the reduced one, but no more than
+    `KEPT_SIZES` at each end."""
+    ends = (start, real - start - count)
     if real not in run.sizes.cut:
         raise CutError(real, ends)
     if run.sizes.cut[real] != ends:
         raise CannotEvaluate(f"entries {start}:{start + count}:1 of {real} at reduced sizes")
+    low, high = kept_ends(ends)
     if count not in run.sizes.table and real in run.sizes.table:  # no operand has as many
-        _meets(real, reduced, max(reduced, out + 2))
-        run.sizes.learn(count, reduced - out)
+        _meets(real, reduced, max(reduced, low + high + 2))
+        run.sizes.learn(count, reduced - low - high)
     small = run.sizes(count)
-    _meets(real, reduced, small + out, unreduced(run.sizes, (count,)))
-    return start, start + small, 1
+    _meets(real, reduced, small + low + high, unreduced(run.sizes, (count,)))
+    return low, low + small, 1
 
 
 def _slice(run: Any, eqn: Any, ins: list[Array]) -> Array:

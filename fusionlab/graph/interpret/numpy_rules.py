@@ -58,7 +58,7 @@ class PositionsError(CannotEvaluate):
 
 
 class CutError(CannotEvaluate):
-    """A slice leaves out a few entries at the ends of a reduced axis: in a sum over the axis each of them counts once.
+    """A slice leaves out entries at the ends of a reduced axis: in a sum over the axis they count apart from those between.
 
     Attributes: `real` is the size of the axis, `ends` how many are left out at its start and at its end.
     """
@@ -66,6 +66,11 @@ class CutError(CannotEvaluate):
     def __init__(self, real: int, ends: tuple[int, int]) -> None:
         super().__init__(f"all but {ends} entries of {real} at reduced sizes")
         self.real, self.ends = real, ends
+
+
+def kept_ends(ends: tuple[int, int]) -> tuple[int, int]:
+    """How many entries stand for those that are cut off an axis at its start and at its end."""
+    return min(ends[0], KEPT_SIZES), min(ends[1], KEPT_SIZES)
 
 
 class TooLargeError(CannotEvaluate):

@@ -412,34 +412,46 @@ def next_token(x, w, y, cut):
     return integer_labels((x @ w)[:, :-cut], y[:, cut:]).mean()
 
 
-def test_many_rows_cut_off_the_logits_are_declined_with_the_edit_and_the_edit_helps():
+def completion(x, w, y, prompt):
+    """The loss of what follows the first tokens of each text alone."""
+    return integer_labels((x @ w)[:, prompt - 1 : -1], y[:, prompt:]).mean()
+
+
+def test_rows_cut_off_the_log_probabilities_are_declined_with_the_edit_and_the_edit_helps():
     x, w, y = jnp.ones((4, 256, 64)), jnp.ones((64, 1000)), jnp.ones((4, 256), int)
+
+    def picked(log_probabilities, y):
+        return -jnp.take_along_axis(log_probabilities, y[..., None], -1).mean()
+
     cut = {
-        "logits": functools.partial(next_token, cut=100),
-        "rows": lambda x, w, y: integer_labels(x[:, :-100] @ w, y[:, 100:]).mean(),
+        "logits": lambda x, w, y: picked(jax.nn.log_softmax(x @ w)[:, :-1], y[:, 1:]),
+        "rows": lambda x, w, y: picked(jax.nn.log_softmax(x[:, :-1] @ w), y[:, 1:]),
     }
     found = {name: fl.find(loss, x, w, y, passes=NAME, device="cpu") for name, loss in cut.items()}
     (reason,) = found["logits"].rejections
     assert reason.code == "uncertified"
+    assert "takes a part of" in reason.sentence
     assert "x[:, :-1] @ w" in reason.edit
     assert len(found["rows"].candidates) == 1
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_the_last_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(cut):
+@pytest.mark.parametrize(
+    "loss", [functools.partial(next_token, cut=1), functools.partial(completion, prompt=300)], ids=["one", "prompt"]
+)
+def test_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(loss):
     shapes = jax.ShapeDtypeStruct((8, 1024, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 50304), "bfloat16")
     args = *shapes, jax.ShapeDtypeStruct((8, 1024), "int32")
-    loss = functools.partial(next_token, cut=cut)
     assert len(fl.find(loss, *args, passes=NAME, device="h200").candidates) == 1
     found = fl.find(jax.value_and_grad(loss, (0, 1)), *args, passes=NAME, device="h200")
     assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
 
 
 @pytest.mark.dear
-def test_the_last_rows_cut_off_the_logits_and_their_gradients():
+@pytest.mark.parametrize("form", [functools.partial(next_token, cut=1), functools.partial(completion, prompt=13)])
+def test_rows_cut_off_the_logits_and_their_gradients(form):
     draw = np.random.default_rng(5)
     x, w = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 40, 8), (8, 33)))
-    loss = functools.partial(next_token, y=jnp.asarray(draw.integers(0, 33, (3, 40))), cut=1)
+    loss = functools.partial(form, y=jnp.asarray(draw.integers(0, 33, (3, 40))))
     found = agree(jax.value_and_grad(lambda x, w: loss(x, w), (0, 1)), x, w, passes=[NAME], factor=4)
     assert len(found.candidates) == 1
 

@@ -266,6 +266,20 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
     ),
     "an end cut off": (lambda x: x[:, :-1], (5, 768), {768: 5, 767: 4}, lambda x: x[:, :-1]),
     "both ends cut off": (lambda x: x[:, 1:-2], (5, 768), {768: 8, 765: 5}, lambda x: x[:, 1:-2]),
+    "many entries of both ends cut off": (
+        lambda x: x[:, 100:-2],
+        (5, 768),
+        {768: 9, 666: 3},
+        lambda x: x[:, 4:-2],
+    ),
+    "sums of an axis of which many entries are cut off, and of what is left": (
+        lambda x: jnp.stack([x[:, 100:-2].sum(1), jnp.pad(x[:, 100:-2], ((0, 0), (100, 2))).sum(1), x.sum(1)]),
+        (5, 768),
+        {768: 9, 666: 3},
+        lambda x: np.stack(
+            [x[:, 4:-2].sum(1) * 222] * 2 + [x[:, :4].sum(1) * 25 + x[:, 4:-2].sum(1) * 222 + x[:, -2:].sum(1)]
+        ),
+    ),
     "an end cut off and padded": (
         lambda x: jnp.pad(x[:, 2:], ((0, 0), (2, 0))),
         (5, 768),
@@ -325,7 +339,8 @@ def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_woul
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
-        (lambda x: x[3:9], "entries 3:9:1 of 512 at reduced sizes"),
+        (lambda x: x[3:9:2], "entries 3:9:2 of 512 at reduced sizes"),
+        (lambda x: x[:2] * x[3:5], "entries 3:5:1 of 512 at reduced sizes"),
         (lambda x: x[:1], "entries 0:1:1 of 512 at reduced sizes"),
         (lambda x: jnp.pad(x, ((3, 0), (0, 0))), "reduce"),
         (lambda x: lax.dynamic_slice(x, (7, 0), (1, 8)), "dynamic_slice at entry 7 of 3 at reduced sizes"),

@@ -24,9 +24,10 @@ from ....graph.interpret.evaluate import CannotEvaluate, evaluate
 from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.in_shard_map import make_jaxpr
-from ....graph.program.ir import Value
+from ....graph.program.ir import Node, Value
 from ....kernels import plain_meaning_of
 from ...engine.layout import input_positions
+from ...engine.wording import anchor_text
 from .heads import Head
 from .rows import RULES, Cut
 
@@ -201,9 +202,16 @@ def _evaluated(
 
 def unevaluated(region: Region, error: CannotEvaluate) -> Declined:
     """Why a region is declined that cannot be evaluated; rows that are cut off the logits may be cut off before the head."""
-    cuts = (n.inputs[0].aval.shape[:-1] != n.outputs[0].aval.shape[:-1] for n in region.nodes if n.primitive == "slice")
-    edit = "cut rows off before the head: x[:, :-1] @ w, in place of (x @ w)[:, :-1]" if any(cuts) else ""
-    return Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified", edit=edit)
+    cut = next((n for n in region.nodes if n.primitive == "slice" and _cuts_rows(n)), None)
+    if cut is None:
+        return Declined(f"{region.root!r} cannot be evaluated: {error}", "uncertified")
+    sentence = f"{anchor_text(cut)} takes a part of {cut.inputs[0]!r}, for which there is no proof at reduced sizes"
+    edit = "cut rows off before the head: x[:, :-1] @ w, in place of (x @ w)[:, :-1]"
+    return Declined(sentence, "uncertified", [cut], edit)
+
+
+def _cuts_rows(node: Node) -> bool:
+    return bool(node.inputs[0].aval.shape[:-1] != node.outputs[0].aval.shape[:-1])
 
 
 def _often_largest(labels: np.ndarray, logits: np.ndarray) -> np.ndarray:
