@@ -19,7 +19,7 @@ from fusionlab.evidence.training import running
 from fusionlab.evidence.training.blocks import block_of, blocks_of
 from fusionlab.evidence.training.curve import Band
 from fusionlab.evidence.training.judging import Measured, judged, limit
-from fusionlab.evidence.training.lanes import Series, _distances, _fresh, _norms
+from fusionlab.evidence.training.lanes import Series, _distances, _fresh, _norms, _untuned
 from fusionlab.evidence.training.result import Leaf
 
 STEPS = 24
@@ -166,6 +166,17 @@ def test_distances_of_small_numbers_narrow_dtypes_and_infinities():
     assert np.allclose(found / [5e-30, 1, 1, 1, 1], [1, 0, 0, 0, np.sqrt(2)])
     assert np.allclose(np.asarray(_norms(given)) / [5e-30, 1, 1, 1, 1], [1, 1, 1, 0, np.sqrt(2)])
     assert not np.isfinite(np.asarray(_distances((inf, nan), (nan, 0 * small)))).any()
+
+
+def test_on_a_gpu_a_run_that_shows_rounding_is_not_tuned_unless_the_step_says_so(monkeypatch):
+    assert _untuned({}) == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    options = _untuned({"compiler_options": {"xla_gpu_autotune_level": 4, "xla_embed_ir_in_executable": True}})
+    assert options["compiler_options"] == {
+        "xla_gpu_autotune_level": 4,
+        "xla_gpu_enable_triton_gemm": False,
+        "xla_embed_ir_in_executable": True,
+    }
 
 
 def test_an_array_that_was_put_nowhere_is_put_nowhere():
