@@ -417,26 +417,46 @@ def completion(x, w, y, prompt):
     return integer_labels((x @ w)[:, prompt - 1 : -1], y[:, prompt:]).mean()
 
 
-def test_rows_cut_off_the_log_probabilities_are_declined_with_the_edit_and_the_edit_helps():
+def of_log_probabilities(x, w, y, cut):
+    """Rows are cut off what a softmax makes of all logits."""
+    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w)[:, :-cut], y[:, cut:, None], -1).mean()
+
+
+def test_two_parts_of_the_log_probabilities_are_declined_with_the_edit():
     x, w, y = jnp.ones((4, 256, 64)), jnp.ones((64, 1000)), jnp.ones((4, 256), int)
 
-    def picked(log_probabilities, y):
-        return -jnp.take_along_axis(log_probabilities, y[..., None], -1).mean()
+    def loss(x, w, y):
+        z = jax.nn.log_softmax(x @ w)
+        first, second = (-jnp.take_along_axis(z[:, :-n], y[:, n:, None], -1).mean() for n in (1, 2))
+        return first + second
 
-    cut = {
-        "logits": lambda x, w, y: picked(jax.nn.log_softmax(x @ w)[:, :-1], y[:, 1:]),
-        "rows": lambda x, w, y: picked(jax.nn.log_softmax(x[:, :-1] @ w), y[:, 1:]),
-    }
-    found = {name: fl.find(loss, x, w, y, passes=NAME, device="cpu") for name, loss in cut.items()}
-    (reason,) = found["logits"].rejections
-    assert reason.code == "uncertified"
+    found = fl.find(loss, x, w, y, passes=NAME, device="cpu")
+    (reason,) = found.rejections
+    assert (reason.code, len(found.candidates)) == ("uncertified", 0)
     assert "takes a part of" in reason.sentence
     assert "x[:, :-1] @ w" in reason.edit
-    assert len(found["rows"].candidates) == 1
+
+
+def test_rows_that_are_taken_for_something_else_are_no_rows_of_the_loss():
+    """The last token's logits, as for sampling, beside a loss of all tokens."""
+
+    def loss(x, w, y):
+        z = jax.nn.log_softmax(x @ w)
+        return -jnp.take_along_axis(z, y[..., None], -1).mean(), z[:, -1:]
+
+    x, w, y = jnp.ones((4, 16, 8)), jnp.ones((8, 100)), jnp.ones((4, 16), int)
+    found = fl.find(loss, x, w, y, passes=NAME, device="cpu")
+    assert [r.code for r in found.rejections] == ["escapes"]
 
 
 @pytest.mark.parametrize(
-    "loss", [functools.partial(next_token, cut=1), functools.partial(completion, prompt=300)], ids=["one", "prompt"]
+    "loss",
+    [
+        functools.partial(next_token, cut=1),
+        functools.partial(completion, prompt=300),
+        functools.partial(of_log_probabilities, cut=1),
+    ],
+    ids=["one", "prompt", "log-probabilities"],
 )
 def test_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(loss):
     shapes = jax.ShapeDtypeStruct((8, 1024, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 50304), "bfloat16")
@@ -447,7 +467,14 @@ def test_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(loss):
 
 
 @pytest.mark.dear
-@pytest.mark.parametrize("form", [functools.partial(next_token, cut=1), functools.partial(completion, prompt=13)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        functools.partial(next_token, cut=1),
+        functools.partial(completion, prompt=13),
+        functools.partial(of_log_probabilities, cut=3),
+    ],
+)
 def test_rows_cut_off_the_logits_and_their_gradients(form):
     draw = np.random.default_rng(5)
     x, w = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 40, 8), (8, 33)))

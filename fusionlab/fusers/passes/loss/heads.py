@@ -5,6 +5,7 @@ They are read off the raw graph, because roundings and the dtype of the product 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -56,6 +57,7 @@ class Head:
       logits: the logits that the loss reads, [*rows, V].
       bias: the vector that is added, or None; `softcap`: the cap on the logits, or None; `scale`: the factor of x @ w + bias.
       counted: the number of classes that count, the first ones, where the logits of the others are `fill`; None if all count.
+      taken: the slice that takes some rows of what a softmax makes of the logits, as of log-probabilities; () if the loss has all rows.
     """
 
     product: Node
@@ -69,11 +71,12 @@ class Head:
     scale: float = 1.0
     counted: int | None = None
     fill: float = -math.inf
+    taken: tuple[Node, ...] = ()
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The shape of the rows."""
-        return self.logits.shape[:-1]
+        """The shape of the rows that the loss has."""
+        return (self.taken[-1].outputs[0] if self.taken else self.logits).shape[:-1]
 
     @property
     def classes(self) -> int:
@@ -107,17 +110,26 @@ class Head:
     def of_rows(self, x: Any) -> Any:
         """The rows of x whose logits these are, [*rows, E]."""
         last = x.shape[-1]
-        for node in self.chain:
+        for node in (*self.chain, *self.taken):
             if node.primitive not in _ROWS or node.outputs[0].shape == node.inputs[0].shape:
                 continue
             if node.primitive == "slice":
-                starts, limits, p = list(node.params["start_indices"]), list(node.params["limit_indices"]), node.params
-                x = jax.lax.slice(x, starts, [*limits[:-1], last], p["strides"])
+                x = _sliced(node, x)
             elif node.primitive == "transpose" and _moves_rows(node):
                 x = jnp.transpose(x, node.params["permutation"])
             elif node.primitive != "transpose":
                 x = jnp.reshape(x, (*node.outputs[0].shape[:-1], last))
         return x
+
+    def of_taken(self, logits: Any) -> Any:
+        """The rows of logits that the loss has."""
+        return functools.reduce(lambda z, node: _sliced(node, z), self.taken, logits)
+
+
+def _sliced(node: Node, x: Any) -> Any:
+    """The rows of x that a slice of logits takes."""
+    limits, p = list(node.params["limit_indices"]), node.params
+    return jax.lax.slice(x, list(p["start_indices"]), [*limits[:-1], x.shape[-1]], p["strides"])
 
 
 def head_of(view: CanonicalView, logits: Value) -> Head | None:

@@ -6,6 +6,7 @@ makes a scalar of the losses by weights that do not depend on the logits, the op
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -119,8 +120,7 @@ class _LossSite(Site):
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
         check_head(self.view, head, total)
-        found = Downstream(self.view, head)
-        loss = self.loss(found)
+        found, loss = self.loss_in(Downstream(self.view, head))
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:
             return gradients
@@ -148,6 +148,21 @@ class _LossSite(Site):
         return next((outcome for outcome in found if isinstance(outcome, Candidate)), None)
 
     # -- which loss it is --------------------------------------------------------------------------------------------------
+
+    def loss_in(self, found: Downstream) -> tuple[Downstream, Loss]:
+        """The loss by row that the logarithm belongs to, of all rows or of those that the program takes of the log-probabilities.
+
+        Raises:
+          Declined: no value by row is one.
+        """
+        try:
+            return found, self.loss(found)
+        except Declined:
+            taken = found.of_taken_rows()
+            with contextlib.suppress(Declined):
+                if taken is not None:
+                    return taken, self.loss(taken)
+            raise
 
     def loss(self, found: Downstream) -> Loss:
         """The loss by row that the logarithm belongs to.

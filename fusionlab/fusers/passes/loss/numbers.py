@@ -237,7 +237,7 @@ def _terms(cut: Cut, head: Head, slot: str | None) -> Any:
     summed, counted = slot is not None or is_total(region.root, head), head.counted or head.classes
 
     def terms(*inputs: Any) -> list[Any]:
-        (z,) = logits(*inputs)
+        z = head.of_taken(*logits(*inputs))
         labels = inputs[where["labels"]].reshape(head.rows)
         entries = jax.lax.broadcasted_iota(labels.dtype, z.shape, z.ndim - 1)
         top = jax.lax.stop_gradient(jnp.max(z, -1))

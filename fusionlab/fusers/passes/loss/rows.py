@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,21 @@ class Downstream:
                 self.ids.update(v.id for v in node.outputs)
         self.alike = {v.id for v in head.alike}
 
+    def of_taken_rows(self) -> Downstream | None:
+        """The same of the rows that a slice takes of what is made of the logits; None where there is no slice, or slices differ."""
+        logits = self.head.logits
+        taken = [
+            n
+            for n in self.nodes
+            if n.primitive == "slice"
+            and n.inputs[0].aval.shape == logits.shape
+            and n.outputs[0].shape[-1:] == logits.shape[-1:]
+            and not in_backward(n)
+        ]
+        if len({(n.params["start_indices"], n.params["limit_indices"], n.params["strides"]) for n in taken}) != 1:
+            return None
+        return Downstream(self.view, replace(self.head, taken=(taken[0],)), self.whole)
+
     def readers(self, value: Value) -> list[Node]:
         """The nodes that read a value, apart from the backward pass."""
         return [n for n in self.view.block.users.get(value.id, ()) if not in_backward(n)]
@@ -59,6 +74,8 @@ class Downstream:
 
     def argmax(self) -> Value | None:
         """The class of the largest logit of each row, if the program asks for it."""
+        if self.head.taken:  # it is one of more rows
+            return None
         return next((n.outputs[0] for n in self.nodes if n.primitive == "argmax" and self._is_of_logits(n)), None)
 
     def _is_of_logits(self, node: Node) -> bool:
