@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,6 @@ import pytest
 import fusionlab as fl
 from fusionlab.graph.interpret.evaluate import evaluate
 from fusionlab.viz.html.inspector_sites import backward_html
-from tests.fusers.checks import agree
 
 from ..checks import jit, primitives
 from .spellings import APART, LABELS, MASK, SPELLINGS, E, N, V, W, X, integer_labels, one_hot
@@ -405,82 +402,6 @@ def test_a_train_step_of_a_scanned_model_with_tied_embeddings_and_an_accuracy():
     want, got = jit(step)(*args), jit(fl.fuse(step, passes=[NAME]))(*args)
     for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(b, a, rtol=2e-3, atol=2e-5)
-
-
-def next_token(x, w, y, cut):
-    """The logits of all but the last few tokens predict the next ones, as in Hugging Face's causal models."""
-    return integer_labels((x @ w)[:, :-cut], y[:, cut:]).mean()
-
-
-def completion(x, w, y, prompt):
-    """The loss of what follows the first tokens of each text alone."""
-    return integer_labels((x @ w)[:, prompt - 1 : -1], y[:, prompt:]).mean()
-
-
-def of_log_probabilities(x, w, y, cut):
-    """Rows are cut off what a softmax makes of all logits."""
-    return -jnp.take_along_axis(jax.nn.log_softmax(x @ w)[:, :-cut], y[:, cut:, None], -1).mean()
-
-
-def test_two_parts_of_the_log_probabilities_are_declined_with_the_edit():
-    x, w, y = jnp.ones((4, 256, 64)), jnp.ones((64, 1000)), jnp.ones((4, 256), int)
-
-    def loss(x, w, y):
-        z = jax.nn.log_softmax(x @ w)
-        first, second = (-jnp.take_along_axis(z[:, :-n], y[:, n:, None], -1).mean() for n in (1, 2))
-        return first + second
-
-    found = fl.find(loss, x, w, y, passes=NAME, device="cpu")
-    (reason,) = found.rejections
-    assert (reason.code, len(found.candidates)) == ("uncertified", 0)
-    assert "takes a part of" in reason.sentence
-    assert "x[:, :-1] @ w" in reason.edit
-
-
-def test_rows_that_are_taken_for_something_else_are_no_rows_of_the_loss():
-    """The last token's logits, as for sampling, beside a loss of all tokens."""
-
-    def loss(x, w, y):
-        z = jax.nn.log_softmax(x @ w)
-        return -jnp.take_along_axis(z, y[..., None], -1).mean(), z[:, -1:]
-
-    x, w, y = jnp.ones((4, 16, 8)), jnp.ones((8, 100)), jnp.ones((4, 16), int)
-    found = fl.find(loss, x, w, y, passes=NAME, device="cpu")
-    assert [r.code for r in found.rejections] == ["escapes"]
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        functools.partial(next_token, cut=1),
-        functools.partial(completion, prompt=300),
-        functools.partial(of_log_probabilities, cut=1),
-    ],
-    ids=["one", "prompt", "log-probabilities"],
-)
-def test_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(loss):
-    shapes = jax.ShapeDtypeStruct((8, 1024, 768), "bfloat16"), jax.ShapeDtypeStruct((768, 50304), "bfloat16")
-    args = *shapes, jax.ShapeDtypeStruct((8, 1024), "int32")
-    assert len(fl.find(loss, *args, passes=NAME, device="h200").candidates) == 1
-    found = fl.find(jax.value_and_grad(loss, (0, 1)), *args, passes=NAME, device="h200")
-    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
-
-
-@pytest.mark.dear
-@pytest.mark.parametrize(
-    "form",
-    [
-        functools.partial(next_token, cut=1),
-        functools.partial(completion, prompt=13),
-        functools.partial(of_log_probabilities, cut=3),
-    ],
-)
-def test_rows_cut_off_the_logits_and_their_gradients(form):
-    draw = np.random.default_rng(5)
-    x, w = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((3, 40, 8), (8, 33)))
-    loss = functools.partial(form, y=jnp.asarray(draw.integers(0, 33, (3, 40))))
-    found = agree(jax.value_and_grad(lambda x, w: loss(x, w), (0, 1)), x, w, passes=[NAME], factor=4)
-    assert len(found.candidates) == 1
 
 
 def accumulated(x, w, labels, remat):
