@@ -58,6 +58,8 @@ class LinearCrossEntropyPass(Pass):
         "the program tests its loss for that.",
         "The last classes may be masked or overwritten, as padding of the vocabulary is.",
         "A weighted sum of the losses, as the mean over the rows that a mask or optax's where= keeps, is a part of the site.",
+        "Rows may be cut off before or after the softmax, as of the next token or of the tokens after a prompt; what the program computes "
+        "from the loss of each row, as in DPO and GRPO, stays.",
         "The matrix may be transposed (tied embeddings); a bias and a soft cap are taken.",
         "The argmax of the same logits, for an accuracy, is a further result of the op.",
     )
