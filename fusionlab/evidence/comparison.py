@@ -103,13 +103,19 @@ class Evidence(Shown):
         busy = (t.note for t in self.timings if t.note)
         return (*self.notes, *busy, *(self.numerics.notes if self.numerics is not None else ()))
 
+    @property
+    def titled(self) -> str:
+        """The headline with the function's name, once where the call is called the same: "step" of a function `step`."""
+        named = self.headline.startswith(f"{self.name}: ")
+        return self.headline if named else f"{self.name}: {self.headline}"
+
     def __repr__(self) -> str:
         bad = self.numerics.regressions if self.numerics is not None else ()
         worse = f"; {len(bad)} results WORSE" if bad else ""
-        return f"<{type(self).__name__} {self.name}: {self.headline}{worse}>"
+        return f"<{type(self).__name__} {self.titled}{worse}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.headline}"]
+        lines = [self.titled]
         lines += [f"  {t.text}" for t in self.timings]
         if self.timing is not None:
             b, a = self.timing.before, self.timing.after

@@ -248,6 +248,16 @@ def test_same_code_is_not_timed():
     assert "both compile to the same instructions (call, gradient of the call)" in e.notes
 
 
+def test_a_function_with_the_name_of_its_call_is_named_once():
+    def call(x):
+        return x @ x
+
+    e = measure(call, call, normal(0, 16, 16), numerics=False, grad=False, **QUICK)
+    assert str(e).splitlines()[0] == e.headline
+    assert repr(e) == f"<{type(e).__name__} {e.headline}>"
+    assert e.headline.startswith("call: ")
+
+
 def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
     x = normal(0, 16, 16)
     e = measure(lambda x: x @ x, lambda x: jnp.tanh(x @ x), x, same_code=True, numerics=False, grad=False, **QUICK)
