@@ -19,7 +19,7 @@ from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
 from ..progress import Progress, Stages, watched
-from ..showing import Shown
+from ..showing import Shown, counted
 from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
@@ -128,7 +128,7 @@ class Demo(Shown):
         rest = len(self.found.candidates) - len(others)
         own = f"{len(others)} run{'s' * (len(others) == 1)} fused ({passes})" if others else ""
         left = f"{rest} run{'s' * (rest == 1)} as XLA compiles {'it' if rest == 1 else 'them'}" if rest else ""
-        yield f"found here: {len(self.found.candidates)} sites; " + ", ".join(filter(None, (own, left)))
+        yield f"found here: {counted(len(self.found.candidates), 'site')}; " + ", ".join(filter(None, (own, left)))
         yield f"gain here: {self._gains()}"
         if self.step is not None:
             yield _step_text(self.step)

@@ -13,7 +13,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
-from fusionlab.showing import Shown, Table, save_as
+from fusionlab.showing import Shown, Table, counted, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Numerics
@@ -111,7 +111,7 @@ class Evidence(Shown):
 
     def __repr__(self) -> str:
         bad = self.numerics.regressions if self.numerics is not None else ()
-        worse = f"; {len(bad)} results WORSE" if bad else ""
+        worse = f"; {counted(len(bad), 'result')} WORSE" if bad else ""
         return f"<{type(self).__name__} {self.titled}{worse}>"
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
     few = "inconclusive: fewer than 40 samples"
     assert repr(evidence) == f"<Evidence layer: call: {few}; gradient of the call: {few}>"
     e = measure(jnp.sin, lambda x: jnp.sin(x) + 1, normal(0, 4), grad=False, timing=False, memory=False)
-    assert repr(e) == "<Evidence sin: not timed; 1 results WORSE>"
+    assert repr(e) == "<Evidence sin: not timed; 1 result WORSE>"
 
 
 def test_an_evidence_survives_json(evidence, tmp_path):
