@@ -346,8 +346,8 @@ def measure(
         notes += measuring.notes()
         if same_code and not same and measuring.differs:
             notes.append(
-                "no site has a kernel that is not XLA's, yet XLA compiles the fused version to other ones in part, which any difference in "
-                f"time comes from (kernels that the original lacks: {measuring.differing})"
+                "every fused site runs XLA's own code, but XLA compiled part of the fused version differently: any difference "
+                f"in time comes from that (kernels that the original lacks: {measuring.differing})"
             )
         hlo = measuring.hlo()
         compiled = {"kernels": measuring.kernels, "devices": measuring.devices(timed="timing" in parts)}

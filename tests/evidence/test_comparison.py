@@ -264,7 +264,7 @@ def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
     assert e.verdict is Verdict.INCONCLUSIVE
     assert e.timing is not None
     assert not e.same_code
-    (note,) = (n for n in e.notes if n.startswith("no site has a kernel that is not XLA's"))
+    (note,) = (n for n in e.notes if n.startswith("every fused site runs XLA's own code"))
     assert note.endswith("(kernels that the original lacks: call: 1 of 2)")
 
 
