@@ -71,9 +71,14 @@ def content_as(suffix: str, name: str, makers: Makers) -> str | bytes:
     return makers[suffix]()
 
 
-def plural(noun: str, number: int) -> str:
+def plural(noun: str, number: float) -> str:
     """ "op" or "ops", as the number wants it."""
-    return noun if number == 1 else f"{noun}s"
+    return noun if number == 1 else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+
+
+def counted(number: float, noun: str) -> str:
+    """ "1 op", "2 ops"; a number that is no whole one is an average: "1.5 ops"."""
+    return f"{number:g} {plural(noun, number)}" if isinstance(number, float) else f"{number} {plural(noun, number)}"
 
 
 def seconds_text(value: float) -> str:

@@ -75,7 +75,7 @@ def test_what_was_saved_comes_back_whole(lab, file):
     assert [d.what for d in again.ledger] == [*(d.what for d in lab.ledger), "loaded"]
     assert again.evidence.to_dict() == lab.evidence.to_dict()
     assert again.problem is None
-    assert "1 sites on" in repr(saved)
+    assert "1 site on" in repr(saved)
 
 
 def test_a_saved_state_fuses_without_a_widget(lab, file):

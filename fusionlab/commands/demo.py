@@ -19,13 +19,14 @@ from ..evidence.instruments.timing import Timing, seconds
 from ..models import transformer
 from ..output import output_folder, write_file
 from ..progress import Progress, Stages, watched
-from ..showing import Shown
+from ..showing import Shown, counted
 from ..verbs import comparison, lab
 
 # Small enough that 40 interleaved samples of forward and of forward + backward end well under a minute on two cores;
 # the features per head, 64, are those of common models.
 EMBED, HEADS = 128, 2
 ELSEWHERE = "sm_90"
+NEXT = 'fusionlab find model.py:layer --args "bf16[64,512], bf16[512,512]" --device h200'
 # Bounds each of the two timings on a slow machine; one that is cut short says so and gives no verdict.
 BUDGET_S = 20.0
 # Records of benchmarks on a GPU: the repository's own where this is a checkout; else the same files, which pyproject.toml puts into a wheel
@@ -36,10 +37,10 @@ GPU_RECORDS = (
 )
 
 
-def gpu_record() -> dict[str, Any] | None:
-    """The newest record of `python -m benchmarks gemm_epilogue` that comes with FusionLab; None if none is installed."""
+def gpu_record(benchmark: str = "gemm_epilogue") -> dict[str, Any] | None:
+    """The newest record of `python -m benchmarks NAME` that comes with FusionLab; None if none is installed."""
     folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
-    return newest_record(folder, "gemm_epilogue") if folder is not None else None
+    return newest_record(folder, benchmark) if folder is not None else None
 
 
 def transformer_block(params: Any, x: jax.Array) -> jax.Array:
@@ -56,9 +57,10 @@ class Demo(Shown):
       found: the findings on this machine.
       elsewhere: the findings for `ELSEWHERE`, decided without running there.
       result: time, memory and errors, before and after, on this machine.
-      record: an earlier measurement on a GPU of another machine (`gpu_record`); None without one.
+      record: an earlier measurement of perceptrons on a GPU of another machine (`gpu_record`); None without one.
       folder, files: where the report is.
       seconds: of the whole demo.
+      step: an earlier measurement of language models there, for what a whole train step gains; None without one.
     """
 
     size: int
@@ -69,6 +71,7 @@ class Demo(Shown):
     folder: str
     files: tuple[str, ...]
     seconds: float
+    step: dict[str, Any] | None = None
 
     @property
     def title(self) -> str:
@@ -85,7 +88,8 @@ class Demo(Shown):
             "found": self.found.to_dict(),
             "elsewhere": self.elsewhere.to_dict(),
             **measured,
-            "gpu_record": None if self.record is None else {k: self.record[k] for k in ("command", "environment")},
+            "gpu_record": _source(self.record),
+            "gpu_step": _source(self.step),
             "files": list(self.files),
             "seconds": round(self.seconds, 1),
         }
@@ -111,12 +115,35 @@ class Demo(Shown):
         yield f"\nWould run on {self.elsewhere.device}; judged, not run"
         yield from (f"  {row}" for row in _table(list(_choices(self.elsewhere))))
         yield from (f"  {line}" for line in self.elsewhere.reasons())
-        if self.record is not None:
-            from ..viz.gpu_record import ratio_range, where
+        yield "\nIn short"
+        yield from (f"  {line}" for line in self._in_short())
+        page = os.path.join(self.folder, "report.html")
+        yield f"\n{self.seconds:.0f} s in all. Next: open {page} in a browser, then search a function of yours for its GPU:"
+        yield f"  {NEXT}"
 
-            yield f"\nOn record from a GPU ({where(self.record)})"
-            yield f"  {ratio_range(self.record)}"
-        yield f"\n{self.seconds:.0f} s in all. Open {os.path.join(self.folder, 'report.html')}"
+    def _in_short(self) -> Iterator[str]:
+        """What was found, what it gains here, and what a whole step gains on a GPU."""
+        others = [c for c in self.found.candidates if not c.idle and not c.same_code]
+        passes = ", ".join(dict.fromkeys(c.pass_name for c in others))
+        rest = len(self.found.candidates) - len(others)
+        own = f"{len(others)} run{'s' * (len(others) == 1)} fused ({passes})" if others else ""
+        left = f"{rest} run{'s' * (rest == 1)} as XLA compiles {'it' if rest == 1 else 'them'}" if rest else ""
+        yield f"found here: {counted(len(self.found.candidates), 'site')}; " + ", ".join(filter(None, (own, left)))
+        yield f"gain here: {self._gains()}"
+        if self.step is not None:
+            yield _step_text(self.step)
+
+    def _gains(self) -> str:
+        """Times and errors in a line; "same code" where nothing was timed."""
+        gains = [
+            f"{t.what} {t.ratio:.2f}x [{t.interval[0]:.2f}, {t.interval[1]:.2f}] ({t.verdict})"
+            for t in self.result.timings
+        ]
+        worse = len(self.result.numerics.regressions) if self.result.numerics is not None else 0
+        judged = (
+            f"; {worse or 'no'} result{'s' * (worse > 1)} worse than before" if self.result.numerics is not None else ""
+        )
+        return (", ".join(gains) or f"none, {self.result.verdict}") + judged
 
     def _rows(self) -> Iterator[list[str]]:
         yield from (_timing_row(timing) for timing in self.result.timings)
@@ -140,6 +167,24 @@ class Demo(Shown):
                 errors = [f"{error.max_abs:.2e}" for error in (worst.before, worst.after)]
                 shares = " -> ".join(map(share_text, worst.shares))
                 yield [f"worst {kind} of {len(of_kind)}, {worst.name}", *errors, f"{shares} of tolerance", verdict]
+
+
+def _source(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Where a record is from."""
+    return None if record is None else {k: record[k] for k in ("command", "environment")}
+
+
+def _step_text(record: dict[str, Any]) -> str:
+    """GPT-2's step in a record of `python -m benchmarks language_models`, in a line."""
+    from ..viz.gpu_record import where
+
+    case = record["cases"]["gpt2"]
+    before, after = case["jax.jit"], case["grad of fused"]
+    low, high = after["interval"]
+    return (
+        f"gain on a GPU: loss and gradients of GPT-2 124M {after['ratio']:.2f}x [{low:.2f}, {high:.2f}], "
+        f"{seconds(before['median_s'])} -> {seconds(after['median_s'])} (record of {where(record)})"
+    )
 
 
 def mebibytes(n: float) -> str:
@@ -194,11 +239,12 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: Prog
         elsewhere = lab.find(found.graph, device=ELSEWHERE, progress=told)
         fused = lab.fuse(transformer_block)
         result = comparison.compare(transformer_block, fused, params, x, grad=True, progress=told, budget_s=BUDGET_S)
-        record = gpu_record()
+        record, step = gpu_record(), gpu_record("language_models")
         Stages(told)("writing the report")
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")
-        done = Demo(size, found, elsewhere, result, record, str(folder), files, time.perf_counter() - start)
+        took = time.perf_counter() - start
+        done = Demo(size, found, elsewhere, result, record, str(folder), files, took, step)
         write_file(work / "report.json", json.dumps(done.to_dict(), indent=1) + "\n")
     return done
 

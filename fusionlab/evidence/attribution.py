@@ -21,7 +21,7 @@ from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.ir import Block, Node, Value
 from fusionlab.graph.settings import as_function
 from fusionlab.progress import Cancel, Progress, Stages, watched
-from fusionlab.showing import Shown, plural
+from fusionlab.showing import Shown, counted, plural
 
 from .comparison import Evidence
 from .instruments.program import Program, compile_program
@@ -81,7 +81,7 @@ class PartTimings(Shown):
         return f"{self.reconciliation}\n{clock}"
 
     def _sentence(self) -> str:
-        return f"{len(self.parts)} parts of a call of {seconds(self.whole.median_s)}, on {self.hardware}"
+        return f"{counted(len(self.parts), 'part')} of a call of {seconds(self.whole.median_s)}, on {self.hardware}"
 
 
 def parts_of(

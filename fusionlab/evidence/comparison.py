@@ -13,7 +13,7 @@ from fusionlab.errors import ArgumentError
 from fusionlab.graph.calls.binding import Bound, as_tuple
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Cancel, Progress, Stages, Stopped, watched
-from fusionlab.showing import Shown, Table, save_as
+from fusionlab.showing import Shown, Table, counted, save_as
 from fusionlab.tracebacks import errors_for_users, own_lines_hidden
 
 from .errors.numerics import Numerics
@@ -103,13 +103,19 @@ class Evidence(Shown):
         busy = (t.note for t in self.timings if t.note)
         return (*self.notes, *busy, *(self.numerics.notes if self.numerics is not None else ()))
 
+    @property
+    def titled(self) -> str:
+        """The headline with the function's name, once where the call is called the same: "step" of a function `step`."""
+        named = self.headline.startswith(f"{self.name}: ")
+        return self.headline if named else f"{self.name}: {self.headline}"
+
     def __repr__(self) -> str:
         bad = self.numerics.regressions if self.numerics is not None else ()
-        worse = f"; {len(bad)} results WORSE" if bad else ""
-        return f"<{type(self).__name__} {self.name}: {self.headline}{worse}>"
+        worse = f"; {counted(len(bad), 'result')} WORSE" if bad else ""
+        return f"<{type(self).__name__} {self.titled}{worse}>"
 
     def __str__(self) -> str:
-        lines = [f"{self.name}: {self.headline}"]
+        lines = [self.titled]
         lines += [f"  {t.text}" for t in self.timings]
         if self.timing is not None:
             b, a = self.timing.before, self.timing.after
@@ -340,8 +346,8 @@ def measure(
         notes += measuring.notes()
         if same_code and not same and measuring.differs:
             notes.append(
-                "no site has a kernel that is not XLA's, yet XLA compiles the fused version to other ones in part, which any difference in "
-                f"time comes from (kernels that the original lacks: {measuring.differing})"
+                "every fused site runs XLA's own code, but XLA compiled part of the fused version differently: any difference "
+                f"in time comes from that (kernels that the original lacks: {measuring.differing})"
             )
         hlo = measuring.hlo()
         compiled = {"kernels": measuring.kernels, "devices": measuring.devices(timed="timing" in parts)}

@@ -19,7 +19,7 @@ import numpy as np
 
 from fusionlab.errors import ArgumentError
 from fusionlab.graph.program.trace import bind_users
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, counted
 from fusionlab.tracebacks import own_lines_hidden
 
 from .instruments.program import Program, compile_program, compiling
@@ -59,7 +59,7 @@ class KernelTime(Shown):
         return self.name[:90] + (f" ({self.hlo})" if self.hlo not in ("", self.name) else "")
 
     def __str__(self) -> str:
-        return f"{self.label}: {seconds(self.median_s)} per run, {self.launches:g} launches"
+        return f"{self.label}: {seconds(self.median_s)} per run, {counted(float(self.launches), 'launch')}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,8 +94,8 @@ class KernelTimes(Shown):
         rows = [
             f"  {seconds(k.median_s):>8}  {k.median_s / total:6.1%}  {k.launches:g}x  {k.label}" for k in self.kernels
         ]
-        head = f"{self.name}: {len(self.kernels)} kernels, {seconds(self.sum_s)} in all"
-        return "\n".join([head, *rows, f"  median of {self.runs} runs; {self.source}, on {self.hardware}"])
+        head = f"{self.name}: {counted(len(self.kernels), 'kernel')}, {seconds(self.sum_s)} in all"
+        return "\n".join([head, *rows, f"  median of {counted(self.runs, 'run')}; {self.source}, on {self.hardware}"])
 
 
 @own_lines_hidden

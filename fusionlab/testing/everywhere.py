@@ -37,6 +37,7 @@ import pytest
 from ..graph.calls.parts import is_array
 from ..graph.calls.state import is_object
 from ..graph.calls.wrappers import jit_of
+from ..showing import counted
 from .beside import CallArguments, CallOutcome, beside
 from .closures import put_back
 from .watching import Watch
@@ -155,14 +156,14 @@ class Everywhere:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         counts: Counter[str] = Counter()
         tests = 0
-        for counted in _properties(terminalreporter.stats):
+        for each in _properties(terminalreporter.stats):
             tests += 1
-            counts.update(counted)
+            counts.update(each)
         terminalreporter.section("fl.fuse compared with jax.jit")
         n = {name: counts[name] for name in ("calls", "programs", "sites", "declined", "faults")}
         terminalreporter.line(
-            f"{tests} tests, {n['calls']} calls, {n['programs']} programs: {n['sites']} sites fused, {n['declined']} declined, "
-            f"{n['faults']} faults"
+            f"{counted(tests, 'test')}, {counted(n['calls'], 'call')}, {counted(n['programs'], 'program')}: "
+            f"{counted(n['sites'], 'site')} fused, {n['declined']} declined, {counted(n['faults'], 'fault')}"
         )
         for name, count in sorted(counts.items()):
             if name.startswith(_SKIPPED):

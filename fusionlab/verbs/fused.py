@@ -333,7 +333,7 @@ class Fused:
     def __repr__(self) -> str:
         names = ", ".join(p.name for p, _ in self._options["passes"])
         off = f", off by {DISABLE}" if self._is_off else ""
-        return f"<fused {name_of(self._inside)}: {names}{off}>"
+        return f"<fused {name_of(self._inside)}, passes: {names}{off}>"
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """One colour per pass, everywhere: graph, toggles, plots, HTML.
 
-The hues are Okabe and Ito's, distinct under the common colour-vision deficiencies (Okabe, Ito: "Color Universal
-Design", 2008). A pass and its gradient, or the members of one family, share a hue in two strengths; state is never shown
-by colour alone.
+The hues of the passes made first are Okabe and Ito's, distinct under the common colour-vision deficiencies (Okabe, Ito: "Color
+Universal Design", 2008); the others were searched for, as far as possible from these and each other in the eyes of each deficiency, and
+seen on light and dark paper. A pass and its gradient share a hue in two strengths, and so do all forms of one op; state is never shown by
+colour alone.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ _HUES = {
     "orange": ("#e69f00", "#b37a00"),
     "sky": ("#56b4e9", "#0072b2"),
     "green": ("#009e73", "#006b4e"),
-    "yellow": ("#d6c400", ""),
+    "lime": ("#96c35a", "#64913a"),
+    "indigo": ("#6969d2", "#4a4ab0"),
+    "violet": ("#a53cff", "#7d1fd0"),
+    "crimson": ("#e1004b", "#a80038"),
     "vermilion": ("#d55e00", "#9c4400"),
     "purple": ("#cc79a7", "#cc79a7"),
 }
 _HUE_OF = {card.op.name: card.hue for card in CARDS}
-_SPARE = ("#44aa99", "#b3507a", "#999933", "#b65cae", "#8578dd", "#6699cc")  # lines of them are seen on dark paper too
+_SPARE = ("#44aa99", "#b3507a", "#999933", "#b65cae", "#c8b45a", "#6699cc")  # lines of them are seen on dark paper too
 
 
 def pass_of_op(primitive: str) -> str | None:

@@ -12,6 +12,8 @@ import pytest
 from playwright.sync_api import expect
 
 import fusionlab as fl
+from fusionlab.viz.cards.album import Album
+from fusionlab.viz.html.dearest import dearest_html
 from fusionlab.viz.html.report import report_html
 from tests.browser.explorer import Explorer
 
@@ -366,6 +368,22 @@ def test_the_fused_program_is_the_other_picture(shown):
     shown.hook("before").click()
     expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
     assert shown.drawn() == before
+
+
+def test_what_is_said_of_the_fused_program_is_counted_in_it(shown, report):
+    """The places that move the most, the lane and the outline; a site is one of the program as written, which it brings back."""
+    fused = Album(report[1].apply(), None).overview(None)
+    said = re.search(r"not measured: ([\d.]+ \w+)", dearest_html(fused, searched=False))[1]
+    inspector = shown.hook("inspector")
+    expect(inspector).not_to_contain_text(f"not measured: {said}")
+    shown.hook("after").click()
+    expect(inspector).to_contain_text(f"not measured: {said}")
+    inspector.locator("button", has_text="tail").first.click()
+    expect(shown.hook("after")).to_have_attribute("aria-pressed", "true")
+    expect(current(shown)).to_have_count(1)
+    shown.search(report[1].candidates[0].id).first.click()
+    expect(shown.hook("before")).to_have_attribute("aria-pressed", "true")
+    expect(inspector).to_contain_text(report[1].candidates[0].formula)
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])

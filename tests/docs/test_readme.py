@@ -38,6 +38,29 @@ def test_readme_has_exactly_the_two_set_up_commands():
     )
 
 
+def test_what_the_tests_skip_without_is_named_where_they_are_installed():
+    """Every tool and library whose absence skips a test: in the words of the skip, all but those that `dev` installs."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py") if "zoo" not in str(path)]
+    pattern = r"""(?:\brequire\([^\n]+, "|pytest\.skip\("needs )(?:the extra )?([^\s"]+)|importorskip\("(\w+)"""
+    needed = {word for source in sources for words in re.findall(pattern, source) for word in words if word}
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"][
+        "dev"
+    ]
+    missing = {word for word in needed if not any(word.partition(".")[0].lower() in line for line in dev)}
+    named = {
+        "g++": "`g++`",
+        "Graphviz's": "Graphviz's `dot`",
+        "torch": "PyTorch",
+        "two": "GPU",
+        "pdf": "",
+        "chromium": "Chromium",
+    }
+    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for word in missing:
+        for page in (README, contributing):
+            assert named.get(word, word) in page, word
+
+
 def test_the_first_screen_names_the_use_the_users_and_one_line_to_try():
     first = "\n".join(README.splitlines()[:25])
     for needed in (

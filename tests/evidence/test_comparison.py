@@ -110,7 +110,7 @@ def test_the_repr_is_a_line_and_says_what_is_worse(evidence):
     few = "inconclusive: fewer than 40 samples"
     assert repr(evidence) == f"<Evidence layer: call: {few}; gradient of the call: {few}>"
     e = measure(jnp.sin, lambda x: jnp.sin(x) + 1, normal(0, 4), grad=False, timing=False, memory=False)
-    assert repr(e) == "<Evidence sin: not timed; 1 results WORSE>"
+    assert repr(e) == "<Evidence sin: not timed; 1 result WORSE>"
 
 
 def test_an_evidence_survives_json(evidence, tmp_path):
@@ -248,13 +248,23 @@ def test_same_code_is_not_timed():
     assert "both compile to the same instructions (call, gradient of the call)" in e.notes
 
 
+def test_a_function_with_the_name_of_its_call_is_named_once():
+    def call(x):
+        return x @ x
+
+    e = measure(call, call, normal(0, 16, 16), numerics=False, grad=False, **QUICK)
+    assert str(e).splitlines()[0] == e.headline
+    assert repr(e) == f"<{type(e).__name__} {e.headline}>"
+    assert e.headline.startswith("call: ")
+
+
 def test_what_only_claims_to_be_the_same_code_is_timed_and_says_so():
     x = normal(0, 16, 16)
     e = measure(lambda x: x @ x, lambda x: jnp.tanh(x @ x), x, same_code=True, numerics=False, grad=False, **QUICK)
     assert e.verdict is Verdict.INCONCLUSIVE
     assert e.timing is not None
     assert not e.same_code
-    (note,) = (n for n in e.notes if n.startswith("no site has a kernel that is not XLA's"))
+    (note,) = (n for n in e.notes if n.startswith("every fused site runs XLA's own code"))
     assert note.endswith("(kernels that the original lacks: call: 1 of 2)")
 
 

@@ -196,8 +196,8 @@ def test_as_a_decorator_with_and_without_options():
     close(plain(X), jax.nn.relu(X @ W1 + B1))
     close(configured(X), plain(X))
     assert (plain.__name__, configured.__name__, configured.__doc__) == ("plain", "configured", "Doc.")
-    assert repr(configured) == "<fused configured: gemm_epilogue>"
-    assert repr(plain) == f"<fused plain: {', '.join(by_name())}>"
+    assert repr(configured) == "<fused configured, passes: gemm_epilogue>"
+    assert repr(plain) == f"<fused plain, passes: {', '.join(by_name())}>"
 
 
 def test_a_method_is_fused_for_each_of_its_instances():

@@ -43,7 +43,7 @@ MORE = (
 )
 # These are no results: class -> what they are.
 OTHERS = {
-    "Fused": "a function, called as its original is; prints what is fused in it",
+    "Fused": "a function, called as its original is; prints the passes that search it",
     "Explorer": "the widget: in a notebook it shows itself; elsewhere it prints what it is and how it is seen",
     "FusedPrimitive": "a primitive of JAX's",
     "Op": "an op, whose functions are in `fusionlab.ops`",

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fusionlab.errors import ArgumentError
-from fusionlab.showing import Facts, Records, Shown, Text, cell, head
+from fusionlab.showing import Facts, Records, Shown, Text, cell, counted, head
 from tests.manners.objects import OTHERS, PAGE, public_classes, samples, suffixes_of
 
 
@@ -172,3 +172,17 @@ def test_texts_numbers_and_names_are_what_they_were():
     assert cell("x" * 300) == "x" * 200 + "..."
     assert cell(range(10)) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
     assert [head(n) for n in ("saved_s", "max_abs", "s")] == ["saved (s)", "max abs", "s"]
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [
+        (1, "site", "1 site"),
+        (0, "site", "0 sites"),
+        (2, "launch", "2 launches"),
+        (1.0, "launch", "1 launch"),
+        (1.5, "launch", "1.5 launches"),
+    ],
+)
+def test_a_number_of_things_is_said_as_the_number_wants_it(number, noun, said):
+    assert counted(number, noun) == said

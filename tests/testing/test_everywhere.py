@@ -203,7 +203,7 @@ def test_a_difference_no_larger_than_the_errors_of_both_is_rounding(everywhere, 
             jax.jit(lambda x, c: (x + c) - c)(X / 10, jnp.float32(1e4))  # float32 is right to 0.4%
     """)
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(told("1 tests, 1 calls, 1 programs: *, 0 faults"))
+    result.stdout.fnmatch_lines(told("1 test, 1 call, 1 program: *, 0 faults"))
 
 
 def test_a_test_gets_so_many_seconds(everywhere):
@@ -216,7 +216,7 @@ def test_a_test_gets_so_many_seconds(everywhere):
         "--fusionlab-everywhere-seconds=0",
     )
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(told("1 tests, 2 calls, 0 programs: *", "not compared: out of time: 2"))
+    result.stdout.fnmatch_lines(told("1 test, 2 calls, 0 programs: *", "not compared: out of time: 2"))
 
 
 def test_what_is_under_watch_is_used_as_before():

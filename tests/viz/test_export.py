@@ -50,8 +50,8 @@ def test_a_file_says_the_way_to_the_explorer_and_has_paper_of_its_own(case):
 def test_what_is_asked_for_is_in_sight(stack, make):
     wanted = linear_nodes(stack.graph)[17][2]
     closed, opened = make(stack.graph, stack.findings), make(stack.graph, stack.findings, show=[f"n{wanted.id}"])
-    assert "layer 17 of 24" not in closed
-    assert "layer 17 of 24" in opened
+    assert "layer_17, 18 of 24" not in closed
+    assert "layer_17, 18 of 24" in opened
     assert len(make(stack.graph, stack.findings, show="all")) > len(closed)
     with pytest.raises(ArgumentError, match="n99999"):
         make(stack.graph, stack.findings, show=["n99999"])

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, counted
 
 from .timing import seconds
 
@@ -76,7 +76,7 @@ class Timeline(Shown):
         return max(0.0, self.whole_s - self.around_s - self.busy_s)
 
     def __str__(self) -> str:
-        return f"{len(self.launches)} launches, busy for {seconds(self.busy_s)} of {seconds(self.whole_s)}"
+        return f"{counted(len(self.launches), 'launch')}, busy for {seconds(self.busy_s)} of {seconds(self.whole_s)}"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ function passes(ui) {
   };
   const option = (pass, o) => {
     const attrs = { "data-fl-option": `${pass}.${o.name}`, title: o.doc, disabled: ui.fixed() };
-    const choices = o.choices?.map((c) => h("option", { value: String(c), selected: c === o.value }, String(c)));
+    const choices = o.choices?.map((c) => h("option", { value: String(c), selected: c === o.value }, c === null ? "automatic" : String(c)));
     const control = choices ? h("select", attrs, choices) : h("input", { type: "text", ...attrs, value: String(o.value ?? "") });
     return h("label", { class: "fl-option", title: o.doc, "data-key": o.name }, h("span", { class: "fl-quiet" }, o.name), control);
   };

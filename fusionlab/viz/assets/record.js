@@ -87,6 +87,8 @@ function recordStore(traits, sides, elsewhere) {
 
   const pick = async (name) => {
     if (!name) return visit("");
+    const home = Object.keys(sides).find((other) => own(sides[other].sites || {}, name) !== undefined);
+    if (home && side() !== sides[home]) shown(home); // a site of the program as written
     const { byName, rows, number } = await loaded();
     if (Object.hasOwn(traits.scene.items, name)) return select(name); // a card by its id, as going back to it names it
     if (number.has(`fl-${name}`) || number.has(name)) return choose(number.get(`fl-${name}`) ?? number.get(name), name);
@@ -150,7 +152,7 @@ function recordStore(traits, sides, elsewhere) {
 
   const fold = async (id) => {
     const name = id.replace(/^fl-(after-)?/, ""), item = traits.scene.items[id];
-    if (!side()?.scenes || sides[traits.head.shown] !== side()) return say(`Cards of this picture do not open here. ${elsewhere}`);
+    if (!Object.keys(side()?.scenes || {}).length || sides[traits.head.shown] !== side()) return say(`Cards of this picture do not open here. ${elsewhere}`);
     if (item.closed) {
       if (!side().scenes[name]) return say(`${item.label}: this card stays closed in this record. ${elsewhere}`);
       return select(id, { scene: await scene(name) });

@@ -12,7 +12,7 @@ function openPage() {
   home.replaceChildren();
   document.body.classList.add("fl-live");
   const sides = { before: { ...data, scene: { svg: pictures.before, items: data.items } } };
-  if (pictures.after) sides.after = { scene: { svg: pictures.after, items: data.after } };
+  if (pictures.after) sides.after = { ...data.after, scene: { svg: pictures.after.replaceAll('id="fl-after-', 'id="fl-'), items: data.after.items } };
   const { id, name } = data.outline.line;
   const store = recordStore({ head: data.head, panel: data.panel, tabs, theme: "auto", busy: { running: false }, problem: null, inspector: idle(data),
     outline: data.outline, trail: [{ id, name, prefix: "" }], hits: {}, marks: {}, scene: sides.before.scene }, sides, `It opens in a live kernel: fusionlab.explore(fn, *args).`);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from typing import Any
 
 from fusionlab.errors import unknown_name
@@ -101,7 +102,8 @@ def _tops(overview: Overview) -> list[Card]:
 
 
 def _name(card: Card, is_open: bool = False) -> str:
-    return " ".join(filter(None, (card.prefix, opened_name(card) if is_open else card.name, chip_text(card))))
+    named = replace(card, name=opened_name(card), count=1) if is_open else card
+    return " ".join(filter(None, (card.prefix, named.name, chip_text(named))))
 
 
 def _lines(card: Card) -> list[str]:

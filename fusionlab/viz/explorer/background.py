@@ -63,6 +63,14 @@ class Background:
             self._current = Cancel()
             return self._current
 
+    def follow(self) -> Cancel | None:
+        """Makes what a job does after its end current; None where another one is, which comes first."""
+        with self._state:
+            if self._current is not None:
+                return None
+            self._current = Cancel()
+            return self._current
+
     def run(self, job: Job, token: Cancel) -> Any:
         """Runs the job here, after the one before has come to its end; None without running it if it was cancelled meanwhile."""
         if getattr(_INSIDE, "turn", False):

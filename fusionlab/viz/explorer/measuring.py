@@ -62,6 +62,7 @@ class Measuring(Selecting):
     _background: Background
     _clock: Clock
     _began = 0.0
+    _tuned_in_part = False  # whether tuning ended early, and the sites were not searched again since
 
     def measure(self) -> Any:
         """Measures the enabled sites now, here, and returns the evidence (also kept in `evidence`); None where it was cancelled.
@@ -135,7 +136,7 @@ class Measuring(Selecting):
         self._now(self._tuned, "tuning", self._tune_with)
 
     def start_tune(self) -> threading.Thread:
-        """`tune` in a thread of its own; cancelled, what was measured until then is kept in the plan file."""
+        """`tune` in a thread of its own; cancelled, what was measured until then is kept, and the sites are searched again with it."""
         return self._later(self._tuned, "tuning", self._tune_with)
 
     def start_option(self, name: str, option: str, value: Any) -> threading.Thread:
@@ -235,9 +236,14 @@ class Measuring(Selecting):
 
     def _tuned(self, setting: Setting, told: Watch, token: Cancel) -> None:
         assert self._tune_with is not None
-        self._tune_with(setting, told, token)
+        try:
+            self._tune_with(setting, told, token)
+        except Exception:  # the calls measured until then are in the plan file, where `fuse` finds them
+            self._tuned_in_part = True
+            raise
         told("searching again")
         found = self.session.search_again(told)
+        self._tuned_in_part = False
         if self._background.end(token):  # what the change does to a measurement is no matter of the search
             self.session.adopt(found)
 
@@ -277,9 +283,31 @@ class Measuring(Selecting):
             pass  # and said so, when it was cancelled
         except BaseException as error:
             self._finish(token, f"{what} failed: {_named(error)}", error)
+            self._settle()
             raise
         self._finish(token, "measured")
+        self._settle()
         return result
+
+    def _settle(self) -> None:
+        """Where tuning ended early, and nothing else waits to run: searches again with what it measured, and shows what that changes."""
+        token = self._background.follow() if self._tuned_in_part else None
+        if token is None:
+            return
+        status, told = self.status, _Told(self, token)
+        try:
+            told("searching again")
+            found = self.session.search_again(told)
+        except Stopped:
+            return  # the next job to end searches
+        except Exception as error:  # the user's function was traced; a plan file may be wrong
+            self._finish(token, f"search failed: {_named(error)}", error)
+            return
+        self._tuned_in_part = False
+        changed = _decided(found) != _decided(self.session.findings)
+        if self._background.end(token) and changed:
+            self.session.adopt(found)
+        self._finish(token, "searched again with what tuning had measured" if changed else status)
 
     def _quietly(self, job: _Job, what: str, setting: Setting, token: Cancel) -> None:
         # The user's function runs here, so anything may come; the status line and the banner say what happened.
@@ -338,6 +366,11 @@ class Measuring(Selecting):
             self._clock.end()
             if self.status == task and not self._background.running:
                 self._say(before, IDLE)
+
+
+def _decided(found: Findings) -> list[Any]:
+    """What a search decided on each site: equal for two that decided alike."""
+    return [site.to_dict() for site in (*found.candidates, *found.rejections)]
 
 
 def _named(error: BaseException) -> str:

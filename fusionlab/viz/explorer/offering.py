@@ -143,7 +143,7 @@ class Selecting(Offering):
         self.refresh()
 
     def step(self, card: str = "", by: int = 1) -> str:
-        """Shows another one of equal parts, `by` after the one that is shown; returns its name ("layer 18 of 24").
+        """Shows another one of equal parts, `by` after the one that is shown; returns its name ("layer_18, 19 of 24").
 
         `card` is the id or the name of their card or of one inside it; "" is the selection, which moves to the other part.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from fusionlab.fusers import Strategy
+from fusionlab.showing import counted
 
 from ..model.setting import Setting
 
@@ -41,7 +42,7 @@ def script(
     lines += _listed("sites", on)
     arguments = ", ".join([name, *strategy, "only=sites", *given])
     lines += [
-        f"fused = fl.fuse({arguments})  # {len(on)} of {candidates} sites; use it like jax.jit({name})",
+        f"fused = fl.fuse({arguments})  # {len(on)} of {counted(candidates, 'site')}; use it like jax.jit({name})",
         "",
         f"# args: the arguments {name} was explored with",
         f"print(fused.findings({', '.join(['*args', *(f'{k}={k}' for k in keywords)])}))",

@@ -16,7 +16,7 @@ from fusionlab.evidence.instruments.record import load_json, to_json
 from fusionlab.evidence.training.curve import FORMAT as CURVE
 from fusionlab.graph.program.graph import Graph
 from fusionlab.graph.program.text import block_fingerprint
-from fusionlab.showing import Shown
+from fusionlab.showing import Shown, counted
 
 from ..model.setting import Decision, Setting
 
@@ -115,8 +115,10 @@ class Saved(Shown):
         return found
 
     def __repr__(self) -> str:
-        on, n = len(self.setting.enabled), len(self.measured)
-        return f"<saved explorer of {self.function}: {on} sites on, {len(self.decisions)} decisions, {n} measurements>"
+        on, decisions = counted(len(self.setting.enabled), "site"), counted(len(self.decisions), "decision")
+        return (
+            f"<saved explorer of {self.function}: {on} on, {decisions}, {counted(len(self.measured), 'measurement')}>"
+        )
 
 
 def _measured(data: Any, evidence: type[Evidence]) -> tuple[Setting, Evidence, SiteShares | None, dict[str, Bisection]]:

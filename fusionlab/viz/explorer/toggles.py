@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 
 from fusionlab.errors import ArgumentError, unknown_name
 from fusionlab.fusers.report.findings import Findings
-from fusionlab.showing import Shown, Table
+from fusionlab.showing import Shown, Table, counted
 from fusionlab.tracebacks import errors_for_users
 
 
@@ -81,7 +81,7 @@ class Toggles(MutableMapping[str, bool | None], Shown):
         return list(self)
 
     def _sentence(self) -> str:
-        return f"{len(self._enabled)} of {len(self._sites)} sites on"
+        return f"{len(self._enabled)} of {counted(len(self._sites), 'site')} on"
 
     def _table(self) -> Table:
         return Table(("name", "on"), tuple((name, "partly" if self[name] is None else self[name]) for name in self))

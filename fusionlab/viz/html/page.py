@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from types import MappingProxyType
 from typing import Any
 
+from fusionlab.fusers.report.findings import Findings
 from fusionlab.graph.cost.cost import cost_of
 
 from ..cards.album import Album
@@ -49,19 +49,29 @@ def page_data(
     findings = album.findings
     told = {
         "head": head(view, after is not None),
-        "panel": panel or panel_of(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ()),
+        "panel": panel or _found_panel(view, findings),
         "items": items(album, enabled, ID_PREFIX),
-        "after": items(after, None, AFTER_ID_PREFIX) if after is not None else None,
+        "after": _after(after) if after is not None else None,
     }
-    others = Teller(after, None, AFTER_ID_PREFIX).shown() if after is not None else {}
-    return told | record_data(album, enabled, view, others, room=MAX_PAGE - used - len(json.dumps(told)))
+    return told | record_data(album, enabled, view, room=MAX_PAGE - used - len(json.dumps(told)))
+
+
+def _after(album: Album) -> dict[str, Any]:
+    """The record of the fused graph: its own costs, texts and outline; none of its cards opens. Its ids are those of `record_data`, which
+    differ in the page (`AFTER_ID_PREFIX`) only until the explorer draws one picture at a time."""
+    return {"items": items(album, None, ID_PREFIX)} | record_data(album, None, {"sites": ()}, room=0)
+
+
+def _found_panel(view: Mapping[str, Any], findings: Findings | None) -> dict[str, Any]:
+    """The toggles of what was found. Findings do not hold the options that they were asked with, so none are shown."""
+    told = panel_of(view, None, {}, [c.id for c in findings.candidates if c.idle] if findings else ())
+    return told | {"passes": [each | {"options": []} for each in told["passes"]]}
 
 
 def record_data(
     album: Album,
     enabled: Collection[str] | None,
     view: Mapping[str, Any],
-    others: Mapping[str, Any] = MappingProxyType({}),
     room: int = MAX_BYTES,
     max_seconds: float = MAX_SECONDS,
 ) -> dict[str, Any]:
@@ -70,7 +80,6 @@ def record_data(
 
     Args:
       album, enabled, view: as for `page_data`.
-      others: further texts of the inspector, by id.
       room: bytes that it may have altogether; the pictures have what the rest leaves.
       max_seconds: of drawing pictures.
     """
@@ -85,8 +94,9 @@ def record_data(
         "dearest": (shown := dearest_html(overview, searched=album.findings is not None)),
         "title": dearest_title(overview) if shown else "",
         "outline": outline(overview, [card.id for card in overview.cards()]),
-        "inspector": packed_json({**teller.shown(), **teller.names(), **others}),
-        "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]},
+        "inspector": packed_json({**teller.shown(), **teller.names()}),
+        # Sites are of the program as written: a fused graph numbers other nodes.
+        "sites": {s["id"]: s["nodes"][0] for s in view["sites"] if s["nodes"]} if album.findings is not None else {},
         "index": packed_json(index(album, enabled)),
     }
     left = min(MAX_BYTES, room - len(json.dumps(data)))

@@ -139,7 +139,7 @@ def evidence_summary_html(evidence: Any) -> str:
     named = {(kind, leaf.name) for kind in ("output", "gradient") if (leaf := _worst(evidence, kind)) is not None}
     rows = [e for e in measured["errors"] if (e["kind"], e["name"]) in named or not e["ok"]]
     left = len(measured["errors"]) - len(rows)
-    body = [f"<p><b>{_e(evidence.name)}: {_e(evidence.headline)}</b></p>", _where(evidence)]
+    body = [f"<p><b>{_e(evidence.titled)}</b></p>", _where(evidence)]
     body += [f"<p>{_e(measured['worst'])}</p>"] if measured["worst"] else []
     for name, heads, cells, numeric in evidence_tables({**measured, "errors": rows}):
         body.append(f"<p><b>{_e(name)}</b></p>{aligned(table(heads, cells, numeric))}")

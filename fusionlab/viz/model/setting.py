@@ -8,7 +8,7 @@ from typing import Any
 
 from fusionlab.errors import ArgumentError
 from fusionlab.fusers import Strategy
-from fusionlab.showing import Shown, Table
+from fusionlab.showing import Shown, Table, counted
 
 from ..markup import table
 
@@ -46,7 +46,8 @@ class Setting(Shown):
         return cls(frozenset(enabled), None if strategy is None else Strategy(**strategy))
 
     def __str__(self) -> str:
-        return f"{len(self.enabled)} sites on, {self.strategy if self.strategy is not None else 'all passes with their default options'}"
+        asked = self.strategy if self.strategy is not None else "all passes with their default options"
+        return f"{counted(len(self.enabled), 'site')} on, {asked}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,7 +106,7 @@ class Ledger(Sequence[Decision], Shown):
         return table(_HEADS, self.rows(), (0, 2, 3, 4, 5))
 
     def _sentence(self) -> str:
-        return f"{len(self)} decisions, {len(self._measured)} settings measured"
+        return f"{counted(len(self), 'decision')}, {counted(len(self._measured), 'setting')} measured"
 
     def _table(self) -> Table:
         return Table(tuple(_HEADS), tuple(map(tuple, self.rows())))

@@ -21,6 +21,7 @@ ArgumentOf = Callable[[int], str]  # id of a value -> the name of the parameter 
 # What libraries call the parameters of every layer.
 _ALIKE = frozenset({"kernel", "weight", "scale", "bias", "embedding", "w", "b", "value"})
 _TURN = re.compile(r"(.*)turn (\d+)")
+_NUMBERED = re.compile(r"(\d+)(.*)")
 _INDEX = re.compile(r"\[(['\"]?)([^\]]*?)\1\]")
 
 
@@ -34,7 +35,7 @@ def program_name(graph: Graph) -> str:
 
 
 def run_name(first: str, last: str) -> str:
-    """The name of equal parts in a row: "layer_0 … 23", "blocks[0] … [11]", "relu" where both are called so."""
+    """The name of equal parts in a row: "layer_0 … 23", "blocks[0 … 11]", "relu" where both are called so."""
     if first == last:
         return first
     turn, other = _TURN.fullmatch(first), _TURN.fullmatch(last)
@@ -42,8 +43,9 @@ def run_name(first: str, last: str) -> str:
         return f"{turn[1]}turns {turn[2]} … {other[2]}"
     shared = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, last, strict=False)))
     cut = re.split(r"\d*$", shared)[0]
-    if cut.endswith("[") and first.endswith("]"):
-        return f"{cut}{first[len(cut) : -1]} … {last[len(cut) :]}"
+    one, another = (_NUMBERED.match(name[len(cut) :]) for name in (first, last))
+    if one and another and one[2] == another[2]:
+        return f"{cut}{one[1]} … {another[1]}{one[2]}"
     return f"{first} … {last[len(cut) :]}" if cut else f"{first} … {last}"
 
 

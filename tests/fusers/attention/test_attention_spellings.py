@@ -356,3 +356,14 @@ def test_a_result_that_stays_in_float32_keeps_its_widened_operands():
     found = fl.find(attend, *low(Q, K, V), passes=ATTENTION)
     assert [str(v.dtype) for c in found.candidates for v in c.leaves.values()] in ([], ["float32"] * 3)
     agree(attend, *low(Q, K, V), passes=ATTENTION)
+
+
+def test_why_a_pooling_is_no_attention_names_what_its_rows_share():
+    """Each row is reduced by a learned query: there is one set of scores for each row, and one row of values each."""
+
+    def pooled(x, query):
+        return jnp.einsum("bs,bsd->bd", jax.nn.softmax(x @ query, axis=-1), x)
+
+    (declined,) = fl.find(pooled, jnp.ones((4, 8, 16)), jnp.ones(16), passes="dot_product_attention").rejections
+    assert declined.code == "axes"
+    assert "one set of scores, from keys or a query that all rows share: a mixture or a pooling" in declined.sentence

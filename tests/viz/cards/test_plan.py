@@ -84,7 +84,7 @@ def test_the_text_is_the_same_each_time_and_has_a_group_for_each_card():
 
 def test_what_can_be_clicked_says_its_name_share_and_sites():
     found = described(toys.train_step(), ["f-layers"])
-    assert found["f-layers"]["label"].startswith("layer 17 of 24 ×24, 39 % of bytes, 48 layer_norm fused")
+    assert found["f-layers"]["label"].startswith("layer_17, 18 of 24, 39 % of bytes, 48 layer_norm fused")
     assert found["f-layers"]["label"].endswith("opened")
     assert (found["f-layers"]["group"], found["f-layers"]["closed"]) == (True, False)
     assert (found["b-layers"]["group"], found["b-layers"]["closed"]) == (True, True)
@@ -93,9 +93,17 @@ def test_what_can_be_clicked_says_its_name_share_and_sites():
 
 
 def test_one_of_several_equal_parts_is_called_by_its_number():
-    names = {"layer_0 … 23": "layer 17 of 24", "encoder[0 … 23]": "encoder 17 of 24", "layer_23 … 0": "layer 6 of 24"}
-    names |= {"block": "block, 18 of 24"}
-    assert {name: opened_name(Card("c", name, count=24, copy=17)) for name in names} == names
+    names = {"layer_0 … 23": "layer_17", "encoder[0 … 23]": "encoder[17]", "layer_23 … 0": "layer_6", "block": "block"}
+    names |= {
+        "h1 … 24.q": "h18.q",
+        "step turns 0 … 23": "step turn 17",
+        "layer_0 … 46": "layer_34",
+        "a_0 … 30": "a_0 … 30",
+    }
+    shown = {name: opened_name(Card("c", name, count=24, copy=17)) for name in names}
+    assert shown == {name: f"{part}, 18 of 24" for name, part in names.items()}
+    # Not "layers 0 of 2", which says that none was.
+    assert opened_name(Card("c", "layers[0 … 1]", count=2)) == "layers[0], 1 of 2"
     assert opened_name(Card("c", "head")) == "head"
 
 

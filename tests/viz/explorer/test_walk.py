@@ -72,13 +72,13 @@ def test_a_step_shows_the_next_of_equal_parts_with_the_same_place_selected_in_it
     inner = stack_line(lab)["lines"][0]
     act(lab, {"type": "select", "id": inner["id"], "reveal": True})
     site = lab.selected
-    assert lab.step() == lab.trail[-2]["name"] == "layer 1 of 24"
+    assert lab.step() == lab.trail[-2]["name"] == "layer_1, 2 of 24"
     assert lab.selected != site
     assert names(lab)[-1] == inner["name"]
-    assert lab.step(by=-3) == "layer 22 of 24"
+    assert lab.step(by=-3) == "layer_22, 23 of 24"
     act(lab, {"type": "step", "id": stack_line(lab)["id"], "by": 2})
     assert lab.selected == site
-    assert lab.step("layer_0 … 23") == "layer 1 of 24"
+    assert lab.step("layer_0 … 23") == "layer_1, 2 of 24"
     with pytest.raises(ArgumentError, match="needed the name of a card"):
         lab.step("nothing")
     lab.select("")

@@ -420,12 +420,12 @@ def test_selecting_a_node_opens_the_cards_around_it_and_shows_its_copy(deep):
     card = card_of(lab, "layer_0")
     products = [n for n in deep.graph.nodes() if n.primitive == "dot_general"]
     lab.select(f"n{products[-1].id}")
-    assert lab.scene["items"][card]["label"].startswith("layer 2 of 3")
+    assert lab.scene["items"][card]["label"].startswith("layer_2, 3 of 3")
     (seen,) = lab.marks["selected"]
     assert seen != card
     assert "x @ " in lab.scene["items"][seen]["label"]
     click(lab, "step", id=card, by=1)
-    assert lab.scene["items"][card]["label"].startswith("layer 0 of 3")
+    assert lab.scene["items"][card]["label"].startswith("layer_0, 1 of 3")
 
 
 def test_a_site_in_a_copy_that_is_not_drawn_is_marked_where_its_block_is(stack):
@@ -442,7 +442,7 @@ def test_a_click_on_a_closed_card_selects_it_and_leaves_it_closed(deep):
     click(lab, "select", id=card)
     assert lab.marks["selected"] == [card]
     assert lab.scene["items"][card]["closed"]
-    assert lab.inspector["title"] == "layer 0 of 3"
+    assert lab.inspector["title"] == "layer_0, 1 of 3"
 
 
 def test_what_is_selected_follows_the_copy_that_is_shown_and_the_card_that_holds_it(deep):

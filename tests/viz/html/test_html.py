@@ -12,6 +12,8 @@ from html import unescape
 from html.parser import HTMLParser
 from importlib.resources import files
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import fusionlab as fl
@@ -149,6 +151,18 @@ def test_a_graph_alone_has_a_picture_too(case):
     assert "Candidates" not in report_html(case.graph)
 
 
+def layer(x, w, b):
+    return jax.nn.relu(x @ w + b)
+
+
+def test_a_page_of_findings_shows_no_options_for_it_does_not_know_what_was_asked():
+    found = fl.find(
+        layer, jnp.ones((4, 8)), jnp.ones((8, 8)), jnp.ones(8), passes=fl.Strategy(gemm_epilogue={"strict_rank": True})
+    )
+    data = json.loads(re.search(r'id="fl-data">(.*?)</script>', report_html(found.graph, found), re.S).group(1))
+    assert [each["options"] for each in data["panel"]["passes"]] == [[]]
+
+
 def test_a_page_without_scripts_still_has_picture_legend_and_tables(case):
     text = report_html(case.graph, case.findings, after=case.graph)
     body = text[text.index("<body") : text.index("<script")]
@@ -183,7 +197,7 @@ const drawn = '<g id="fl-a"><rect width="50" height="20"/></g><g id="fl-b"><rect
 const state = {
   theme: "auto", head: {title: "f", sentence: "said", shown: "before", hulls: false, can: {measure: true, undo: true}},
   panel: {passes: [{name: "p", colour: "#000000", tint: "#eeeeee", formula: "x + y", state: "partial", applied: 1, sites: 2, declined: 0,
-    options: [{name: "kind", value: 1, choices: [1, 2], doc: "which"}],
+    options: [{name: "kind", value: 1, choices: [1, 2, null], doc: "which"}],
     groups: [{key: "k", label: "two", where: "", count: 2, ids: ["p@1", "p@2"], state: "partial", sites: [
       {id: "p@1", label: "1", on: true, note: "", losing: false}, {id: "p@2", label: "2", on: false, note: "+1.8%", losing: true}]}]}],
     declined: []},
@@ -231,7 +245,8 @@ def test_clicks_keys_and_ticks_become_messages(tmp_path, browser):
         box.dispatchEvent(new MouseEvent("dblclick", {bubbles: true}));
         key("ArrowRight"); key("Enter");
         for (const s of ['[data-fl-toggle="p"]', '[data-fl-toggle="p@2"]', '[data-fl-group="k"]']) q(s).click();
-        const option = q('[data-fl-option="p.kind"]'); option.value = "2"; option.dispatchEvent(new Event("change", {bubbles: true}));
+        const option = q('[data-fl-option="p.kind"]'); log.choices = option.innerText.split("\\n");
+        option.value = "2"; option.dispatchEvent(new Event("change", {bubbles: true}));
         for (const name of ["measure", "undo", "reset", "all-on", "all-off"]) q(`[data-fl="${name}"]`).click();
         q('[data-fl-pick="p@2"]').click();
         q('[data-fl-export=".svg"]').click();
@@ -241,6 +256,7 @@ def test_clicks_keys_and_ticks_become_messages(tmp_path, browser):
         log.left = [el.children.length, Object.values(handlers).reduce((n, s) => n + s.size, 0)];
         """,
     )
+    assert log["choices"] == ["1", "2", "automatic"]
     a, b = {"id": "fl-a"}, {"id": "fl-b"}
     assert log["sent"] == [
         {"type": "keep"},

@@ -66,7 +66,7 @@ def test_the_way_to_a_card_names_the_cards_around_it():
     assert [c.name for c in way_to(overview, card.id)] == ["layer_0 … 23", "attn"]
     assert way_to(overview, "nothing") == ()
     steps = trail(overview, [card.id])
-    assert [s["name"] for s in steps] == ["train_step", "forward", "layer 17 of 24", "attn"]
+    assert [s["name"] for s in steps] == ["train_step", "forward", "layer_17, 18 of 24", "attn"]
     assert (steps[2]["at"], steps[2]["of"]) == (18, 24)
     assert [s["id"] for s in steps[:2]] == ["", "fl-forward"]
     both = [overview.rows[k].cards["forward"].id for k in (0, 2)]

@@ -18,6 +18,7 @@ from fusionlab.graph.program.trace import trace
 from fusionlab.viz.cards.album import Album
 from fusionlab.viz.cards.card import Card
 from fusionlab.viz.parts.drawing import told_from_each_other
+from fusionlab.viz.parts.names import run_name
 
 from .small import WIDTH, attention, attention_shapes, cards, dense, dense_shapes, drawn, shape, stepped
 
@@ -219,3 +220,18 @@ def test_a_loop_costs_what_it_alone_reads_too():
     assert chains[cosine] == (loop.id,)
     assert cosine in loop.nodes
     assert sum(c.cost.bytes for c in outermost) == sum(c.bytes_moved for c in maker.costs.nodes.values())
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "name"),
+    [
+        ("layer_0", "layer_23", "layer_0 … 23"),
+        ("blocks[0]", "blocks[11]", "blocks[0 … 11]"),
+        ("blocks[3].q", "blocks[5].q", "blocks[3 … 5].q"),
+        ("turn 0", "turn 3", "turns 0 … 3"),
+        ("relu", "relu", "relu"),
+        ("blocks[3].q", "blocks[5].k", "blocks[3].q … 5].k"),
+    ],
+)
+def test_equal_parts_in_a_row_are_named_by_their_ends(first, last, name):
+    assert run_name(first, last) == name

@@ -134,8 +134,8 @@ class _SoftmaxSite(AttentionProposals):
         if shared and not found.letters["t"]:
             self.decline(
                 "axes",
-                f"{anchor_text(self.anchor)} weighs values of each row's own by keys that all rows share: "
-                "a mixture, not an attention, whose rows share their values",
+                f"{anchor_text(self.anchor)} weighs each row's own values by one set of scores, from keys or a query that all rows "
+                "share: a mixture or a pooling; in an attention several queries read the same values",
             )
 
     def check_choice(self, exponentials: int) -> None:

@@ -28,7 +28,7 @@ def variants(arch: str) -> Variants:
 CARD = Card(
     70,
     GATED_MATMUL,
-    hue="yellow",
+    hue="lime",
     requirements=(
         XLA,
         Requirement(

@@ -9,6 +9,7 @@ from .op import GROUPED_MATMUL
 CARD = Card(
     90,
     GROUPED_MATMUL,
+    hue="violet",
     concepts=("grouped_matmul",),
     requirements=(
         XLA,

@@ -35,6 +35,7 @@ def variants(arch: str) -> Variants:
 CARD = Card(
     100,
     LINEAR_CROSS_ENTROPY,
+    hue="indigo",
     concepts=("linear_cross_entropy",),
     requirements=(
         XLA,

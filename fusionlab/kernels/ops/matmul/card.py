@@ -6,5 +6,5 @@ from .op import MATMUL
 
 # XLA's product, and the kernel that follows it, which is gemm_epilogue's.
 CARD = Card(
-    60, MATMUL, hue="yellow", requirements=(XLA, CUBLASLT, CUDA), sources=(SOURCE,), variant="{dtype} {activation}"
+    60, MATMUL, hue="crimson", requirements=(XLA, CUBLASLT, CUDA), sources=(SOURCE,), variant="{dtype} {activation}"
 )

@@ -28,7 +28,8 @@ from .said import SAID
 
 HEAD_ROOM, _FOOT, _PAD, _STEP = 32.0, 11.0, 12.0, 9.0
 _CLOSE, _APART = 10.0, 22.0  # between two boxes of one line, between others
-_RUN = re.compile(r"^(.*?)[_\s\[]?(\d+) … (?:.*?[_\s])?(\d+)\]?$")
+_GROWS = 0.2  # of a title's width: to 9 pixels on screen from 7.5
+_RUN = re.compile(r"^(.*?)(\d+) … (?:.*?[_\s])?(\d+)(\D.*)?$")
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,27 @@ def depth_of(card: Card, opened: Collection[str]) -> int:
 
 
 def opened_name(card: Card) -> str:
-    """ "layer 17 of 24": of a stack the part that is shown."""
+    """ "layer_17, 18 of 24": of a stack the part that is shown, by its name in the program and by its place, counted from 1."""
     if card.count < 2:
         return card.name
+    return f"{_own_name(card)}, {card.copy + 1} of {card.count}"
+
+
+def _own_name(card: Card) -> str:
+    """ "layer_17", or the name of the whole run where it does not count by equal steps."""
     run = _RUN.match(card.name)
     if run is None:
-        return f"{card.name}, {card.copy + 1} of {card.count}"
-    name, first, last = run.groups()
-    number = int(first) + card.copy * (1 if int(last) >= int(first) else -1)
-    return f"{name} {number} of {card.count}"
+        return card.name
+    name, first, last, tail = run.groups(default="")
+    step, rest = divmod(int(last) - int(first), card.count - 1)
+    name = f"{name.removesuffix('turns ')}turn " if name.endswith("turns ") else name
+    return card.name if rest else f"{name}{int(first) + card.copy * step}{tail}"
 
 
 def spoken(card: Card, scale: Scale, is_open: bool) -> str:
     """A card in one line: its name, what it costs, its sites, whether it is open."""
-    name = " ".join(filter(None, (card.prefix, opened_name(card) if is_open else card.name, chip_text(card))))
+    named = replace(card, name=opened_name(card), count=1) if is_open else card
+    name = " ".join(filter(None, (card.prefix, named.name, chip_text(named))))
     share = share_text(scale.share(card.cost))
     sites = [f"{s.count:,} {s.pass_name} {STATE_WORDS[s.state]}" for s in card.strips]
     state = STATE_WORDS[card.site.state] if card.site else ""
@@ -173,7 +181,7 @@ def _head(card: Card, rect: Rect, scale: Scale) -> list[Mark]:
         marks.append(Text(right, y, cost, muted=True, kind="number", line=1, anchor="end"))
         right -= text_width(cost, 10) + 10
     title = title_marks(named, left, right - steps, y)
-    return [*marks, *title, *(_steps(title, y) if steps else [])]
+    return [*marks, *title, *(_steps(title, y, right) if steps else [])]
 
 
 def _cost(card: Card, scale: Scale, room: float) -> str:
@@ -184,9 +192,10 @@ def _cost(card: Card, scale: Scale, room: float) -> str:
     return next((t for t in (everyone, whole, of, share) if text_width(t, 10) <= room), "")
 
 
-def _steps(title: list[Mark], y: float) -> list[Mark]:
-    """Two chips that show the part before and after."""
-    x = max((m.rect.right for m in title), default=0.0) + 9
+def _steps(title: list[Mark], y: float, limit: float) -> list[Mark]:
+    """Two chips that show the part before and after, with room for a title that grows in a picture shown small, if there is any."""
+    end, start = max((m.rect.right for m in title), default=0.0), min((m.rect.x for m in title), default=0.0)
+    x = max(end + 9, min(end + 9 + _GROWS * (end - start), limit - 35))
     places = ((-1, "‹", x), (1, "›", x + 19))
     return [
         Chip(Rect(at, y - 12, 16, 16), Text(at + 8, y, text, 11, True, kind="step", anchor="middle"), step)
