@@ -85,16 +85,24 @@ class ReducedSizes:
     def repeats(self, real: int, reduced: int) -> Any:
         """How many entries each represents in a sum over an axis, or an array of that; those cut off at its ends stand for such alone."""
         if (ends := self.cut.get(real)) is not None:
-            low, high = kept_ends(ends)
-            found = np.full(reduced, (real - sum(ends)) / (reduced - low - high))
-            found[:low] = ends[0] / max(low, 1)
-            found[reduced - high :] = ends[1] / max(high, 1)
-            return found
+            return self._of_ends(real, reduced, ends)
         parts = self.made_of.get(real, ())
         if not self.cut.keys() & set(parts):
             return real / reduced
         each = (np.broadcast_to(self.repeats(n, self(n)), self(n)) for n in parts)
         return functools.reduce(np.multiply.outer, each).reshape(-1)
+
+    def _of_ends(self, real: int, reduced: int, ends: tuple[int, int]) -> Array:
+        """As `repeats`, of an axis of which entries are cut off; what is left of it may be cut again, or be made of parts."""
+        (low, high), left = kept_ends(ends), real - sum(ends)
+        fits = low + high + self.table.get(left, max(reduced - low - high, 2))
+        if reduced != fits:  # a sum before the slice, which would tell
+            raise SizesDifferError(real, reduced, fits)
+        found = np.empty(reduced)
+        found[low : reduced - high] = self.repeats(left, reduced - low - high)
+        found[:low] = ends[0] / max(low, 1)
+        found[reduced - high :] = ends[1] / max(high, 1)
+        return found
 
     def learn(self, real: int, reduced: int) -> None:
         if self.table.setdefault(int(real), int(reduced)) != reduced:

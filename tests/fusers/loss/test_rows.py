@@ -76,6 +76,21 @@ def test_rows_cut_off_the_logits_are_found_at_sizes_of_a_real_model(loss):
     assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
 
 
+@pytest.mark.parametrize(
+    ("loss", "tokens"),
+    [
+        (lambda x, w, y: integer_labels((x @ w)[:, 300:], y[:, 300:]).mean(), 768),
+        (lambda x, w, y: integer_labels((x @ w)[:, 299:][:, :-1], y[:, 300:]).mean(), 1024),
+    ],
+    ids=["as many tokens as features", "two cuts"],
+)
+def test_a_cut_is_found_where_its_axis_is_summed_too_and_where_another_cut_follows(loss, tokens):
+    x, w = (jax.ShapeDtypeStruct(s, "float32") for s in ((1, tokens, 768), (768, 2000)))
+    y = jax.ShapeDtypeStruct((1, tokens), "int32")
+    found = fl.find(jax.value_and_grad(loss, (0, 1)), x, w, y, passes=NAME, device="h200")
+    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
+
+
 @pytest.mark.dear
 @pytest.mark.parametrize(
     "form",

@@ -280,6 +280,18 @@ PLACED = {  # name -> (program, shape, reduced sizes, the same program at those)
             [x[:, 4:-2].sum(1) * 222] * 2 + [x[:, :4].sum(1) * 25 + x[:, 4:-2].sum(1) * 222 + x[:, -2:].sum(1)]
         ),
     ),
+    "sums of an axis that is cut twice": (
+        lambda x: jnp.stack([x[:, 100:].sum(1), x[:, 100:][:, :-60].sum(1), x.sum(1)]),
+        (5, 768),
+        {768: 11, 668: 7, 608: 3},
+        lambda x: np.stack(
+            [
+                x[:, 4:7].sum(1) * 608 / 3 + x[:, 7:].sum(1) * 15,
+                x[:, 4:7].sum(1) * 608 / 3,
+                x[:, :4].sum(1) * 25 + x[:, 4:7].sum(1) * 608 / 3 + x[:, 7:].sum(1) * 15,
+            ]
+        ),
+    ),
     "an end cut off and padded": (
         lambda x: jnp.pad(x[:, 2:], ((0, 0), (2, 0))),
         (5, 768),
@@ -336,11 +348,16 @@ def test_an_axis_of_parts_that_is_reduced_to_something_else_is_told_what_it_woul
         at_reduced(fn, [shape], table | {largest: 7})
 
 
+def test_an_axis_that_is_summed_before_it_is_cut_is_told_how_many_entries_it_needs():
+    with pytest.raises(CannotEvaluate, match="axis size 768 would reduce to 4 and to 7"):
+        at_reduced(lambda x: (x @ x)[20:], [(768, 768)], {768: 4, 748: 3})
+
+
 @pytest.mark.parametrize(
     ("fn", "said"),
     [
         (lambda x: x[3:9:2], "entries 3:9:2 of 512 at reduced sizes"),
-        (lambda x: x[:2] * x[3:5], "entries 3:5:1 of 512 at reduced sizes"),
+        (lambda x: x[1:] * x[:-1], "entries 0:511:1 of 512 at reduced sizes"),
         (lambda x: x[:1], "entries 0:1:1 of 512 at reduced sizes"),
         (lambda x: jnp.pad(x, ((3, 0), (0, 0))), "reduce"),
         (lambda x: lax.dynamic_slice(x, (7, 0), (1, 8)), "dynamic_slice at entry 7 of 3 at reduced sizes"),
