@@ -21,9 +21,8 @@ USES = {
     "mask, -inf": lambda s, m: jnp.where(m, s, -jnp.inf),
     "bias": lambda s, m: s + m,
 }
-FORMS = tuple(
-    itertools.product((False, True), repeat=5)
-)  # which axes a mask has; the others it lacks, or has with size 1
+# Which axes a mask has; the others it lacks, or has with size 1.
+FORMS = tuple(itertools.product((False, True), repeat=5))
 
 
 def shape_of(form, full):
