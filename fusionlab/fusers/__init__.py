@@ -24,5 +24,6 @@ from .registry import registry as registry
 from .registry import remove_pass as remove_pass
 from .report.findings import Findings as Findings
 from .strategy import Strategy as Strategy
+from .strategy import is_site as is_site
 from .strategy import select as select
 from .strategy import site_names as site_names

@@ -167,6 +167,11 @@ def _check_gradient(name: str, value: Any, chosen: Mapping[str, Any]) -> None:
 _SITE_ID = re.compile(r"(\w+)@.*#\d+")
 
 
+def is_site(name: str) -> bool:
+    """Whether a name is the id of a site, and not that of a pass."""
+    return _SITE_ID.fullmatch(name) is not None
+
+
 def site_names(names: Iterable[str] | str, registry: Iterable[str], argument: str) -> tuple[str, ...]:
     """The argument of `skip=` or `only=` as a tuple: pass names and site ids ("gemm_epilogue@encoder/mlp#1"), or a single one.
 

@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from ..device import Device
 from ..errors import BackendError
-from ..fusers import Candidate, Pass, find_in
+from ..fusers import Candidate, Pass, find_in, is_site
 from ..fusers import Findings as PlainFindings
 from ..fusers.lints.rules import with_edits
 from ..graph.calls.binding import Bound, as_tuple, bind, lost_by
@@ -121,11 +121,21 @@ class Fused:
 
     @property
     def named_options(self) -> dict[str, Any]:
-        """Its passes by name and its implementation, as keyword arguments of `fuse`."""
-        return {
-            "passes": [p.name for p, _ in self._options["passes"]],
-            "implementation": self._options["implementation"],
+        """What decides how another program is fused as this one is, as keyword arguments of `fuse`: those that are given.
+
+        Site ids are of one program: `only` has the passes of those that it names, and `skip` has passes alone. `check` and `dump` change
+        nothing of what is fused.
+        """
+        o = self._options
+        options = {
+            "passes": o["passes_asked"],
+            "skip": [name for name in o["skip"] if not is_site(name)],
+            "only": None if o["only"] is None else list(dict.fromkeys(name.partition("@")[0] for name in o["only"])),
+            "implementation": o["implementation"],
+            "edits": sorted(o["edits"]),
         }
+        # No pass at all, and nothing in `only`, are not the same as None.
+        return {k: v for k, v in options.items() if v is not None and (v != [] or k in ("passes", "only"))}
 
     def _first(self) -> Any:
         """The runner until a call needs another one: the jit that the function had, or `jax.jit`."""

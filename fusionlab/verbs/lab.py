@@ -185,10 +185,13 @@ def fuse(
         return functools.partial(fuse, **given)
     if not callable(fn):
         raise ArgumentError(f"fuse: got {type(fn).__name__}, needed a function that takes and returns arrays")
+    if not (passes is None or isinstance(passes, Mapping)):
+        passes = [passes] if isinstance(passes, str) else list(passes)
     chosen = select(_registry(), passes)
     check_implementation(implementation)
     options = {
         "passes": chosen,
+        "passes_asked": passes,
         "skip": site_names(skip, _registry(), "skip"),
         "only": None if only is None else site_names(only, _registry(), "only"),
         "implementation": implementation,

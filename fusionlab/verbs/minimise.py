@@ -51,7 +51,8 @@ def minimise(
     bodies, a loop's in one step.
 
     Args:
-      fn: the function; or one that `fuse` returned, whose own passes, with their defaults, and implementation then count.
+      fn: the function; or one that `fuse` returned, whose own passes with their options, `skip`, `only`, `implementation` and `edits`
+        then count: of sites by their ids, which are of the whole program, `only` counts as their passes, and `skip` not at all.
       *args, **kwargs: arrays to run on.
       shows: "error": an output of the fused program is further from its float64 reference than the original's and beyond the tolerance;
         "raises": the fused program raises where the original runs; "time": it is slower, by the verdict of a timing; None: "raises" or

@@ -72,6 +72,8 @@ def agree(tolerance: float, names: Sequence[str], found: Results) -> ProofOutcom
         if error <= tolerance or (max(_largest(a), _largest(b)) <= noise and _is_noise(number, found)):
             continue
         code = "value" if name == "value" else "gradient"
+        if math.isinf(error):
+            return ProofOutcome(code, f"{name} has NaN or infinity at other entries")
         return ProofOutcome(code, f"{name} differs by {error:.2g} relative (allowed {tolerance:.0e})")
     return ProofOutcome(None)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from ...device import Device
 from ...errors import ArgumentError, unknown_name
 from ...graph.dtypes import arithmetic_dtype
 from ...graph.program.explicit_axes import is_split_in_type, sharding_in_type
@@ -37,6 +38,18 @@ def batch_to_front(values: list[Array], dims: list[int | None], size: int | None
 def wide(a: Array) -> Array:
     """In the dtype of the arithmetic."""
     return a.astype(arithmetic_dtype(a.dtype))
+
+
+def for_product(a: Array, b: Array, dtype: Any, device: Device | None) -> tuple[Array, Array]:
+    """Two operands as they are multiplied, the result in `dtype`: on a CPU bfloat16 ones of a float32 product are widened first.
+
+    XLA's CPU backend has no such product for every layout of a batch: some compile, and raise when they run. The numbers are the same,
+    since products of bfloat16 are exact in float32.
+    """
+    on_a_cpu = device is not None and device.platform == "cpu"
+    if on_a_cpu and jnp.dtype(dtype) == jnp.float32 and a.dtype == b.dtype == jnp.bfloat16:
+        return a.astype(dtype), b.astype(dtype)
+    return a, b
 
 
 def canonical_precision(precision: Any) -> Any:

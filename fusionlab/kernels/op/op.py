@@ -173,7 +173,7 @@ class Op(Description):
     ) -> tuple[list[Array], list[Any]]:
         # The op forward; its derivative is JAX's own of the reference.
         if attrs["gradient"] == "reference" and not residuals:
-            meaning = self._call.function(attrs | {"residuals": False}, "xla")
+            meaning = self._call.written_out(attrs | {"residuals": False})
             moved = jvp_of_moving(meaning, primals, tangents)[1]
             return self._call.bind(*primals, residuals=False, **attrs), moved
         live, slots = tuple(_moving(tangents)), attrs["present"]
@@ -223,7 +223,7 @@ class Op(Description):
             else:
                 parts.append(self._bind_subset(primitive, saved, given, params, keep))
         if any(moving[:split]):
-            rest = functools.partial(_with_last, primitive.function(params, "xla"), primals[split:])
+            rest = functools.partial(_with_last, primitive.written_out(params), primals[split:])
             parts.append(jvp_of_moving(rest, saved, tangents[:split])[1])
         return outs, [functools.reduce(jnp.add, same) for same in zip(*parts, strict=True)]
 
@@ -281,7 +281,7 @@ class Op(Description):
                 params = params | {"shape": (size, *params["shape"])}
             outs = primitive.bind(*values, **params)
         else:
-            meaning = primitive.function(params, "xla")
+            meaning = primitive.written_out(params)
             outs = jax.vmap(meaning, in_axes=tuple(axes))(*operands)
         return outs, [0] * len(outs)
 

@@ -208,6 +208,12 @@ class FusedPrimitive(Primitive):
         """
         return jax_defaults(WHERE_IT_RUNS)(types_of_operands(self._function(params, implementation, device)))
 
+    def written_out(self, params: Mapping[str, Any]) -> Meaning:
+        """Its meaning, where a transformation puts plain code in its place: it runs anywhere, and is made for a CPU where that is the
+        device of this process."""
+        here = Device.asked()
+        return self.function(params, "xla", here if here.platform == "cpu" else None)
+
     def traced(self, avals: Sequence[Any], params: Mapping[str, Any]) -> Any:
         """Its meaning as a closed jaxpr, at operands of these types; traced once in a process."""
         with wide_types(avals):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import subprocess
 import sys
@@ -130,6 +131,51 @@ def test_of_a_fused_function_its_passes_count():
     fused = fl.fuse(of_many, passes=["lerp"], implementation="xla")
     found = fl.minimise(fused, normal(3), shows=has_tan)
     assert (found.equations, found.options) == (1, {"passes": ["lerp"], "implementation": "xla"})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [
+        ({}, {}),
+        ({"passes": (name for name in ("lerp",))}, {"passes": ["lerp"]}),
+        ({"passes": []}, {"passes": []}),
+        ({"passes": fl.Strategy(lerp={"reassociate": True})}, {"passes": fl.Strategy(lerp={"reassociate": True})}),
+        ({"passes": {"lerp": True, "lerp_grad": False}}, {"passes": {"lerp": True, "lerp_grad": False}}),
+        ({"skip": "lerp"}, {"skip": ["lerp"]}),
+        ({"skip": ("lerp", "gemm_epilogue@#1")}, {"skip": ["lerp"]}),
+        ({"only": "lerp@#2"}, {"only": ["lerp"]}),
+        ({"only": ()}, {"only": []}),
+        ({"implementation": "xla"}, {"implementation": "xla"}),
+        ({"edits": "stacked_scan"}, {"edits": ["stacked_scan"]}),
+        ({"check": True, "dump": "folder", "static_argnums": 0}, {}),
+    ],
+)
+def test_every_option_of_a_fused_function_that_decides_what_is_fused_counts(asked, kept):
+    fused = fl.fuse(of_many, **asked)
+    assert fused.named_options == kept
+    again = fl.fuse(of_many, **fused.named_options)
+    decides = ("passes", "implementation", "edits")
+    assert all(again._options[name] == fused._options[name] for name in decides)
+    assert again.named_options == kept
+
+
+def test_a_new_option_of_fuse_is_counted_or_left_out_on_purpose():
+    """Each option of `fuse` is in the test before this one."""
+    asked = {"passes", "skip", "only", "implementation", "edits", "check", "dump", "static_argnums", "static_argnames"}
+    assert set(inspect.signature(fl.fuse).parameters) - {"fn"} == asked
+
+
+def blended(x, y, w):
+    return jnp.sum(x + w * (y - x))
+
+
+def test_a_pass_that_a_fused_function_skips_shows_no_fault():
+    args = normal(3, 8), normal(3, 8) + 1, normal(3, 8) / 4
+    with planted(1.1, op="lerp"):
+        assert fl.minimise(fl.fuse(blended), *args, shows="error").kind == "error"
+        with pytest.raises(ArgumentError, match="does not show the fault"):
+            fl.minimise(fl.fuse(blended, skip="lerp"), *args, shows="error")
 
 
 def test_what_is_asked_wrongly_is_refused():

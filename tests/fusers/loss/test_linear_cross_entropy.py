@@ -131,6 +131,50 @@ def test_a_row_that_is_masked_counts_nothing_whatever_its_loss_is():
     assert np.isnan(jit(fl.fuse(times, passes=[NAME]))(X, W, labels, mask.astype(np.float32)))
 
 
+def test_a_constant_mask_that_is_multiplied_leaves_no_loss_out():
+    """XLA makes numbers of a constant mask first; a mask that is given it turns into a choice."""
+    x, constant = np.where(MASK[:, None] == 0, np.nan, X).astype(np.float32), MASK != 0
+
+    def times(x, w, mask):
+        return jnp.sum(integer_labels(x @ w, LABELS) * mask)
+
+    programs = {"given": lambda x, w, m: times(x, w, m), "constant": lambda x, w, m: times(x, w, constant)}
+    for name, program in programs.items():
+        assert len(fl.find(program, x, W, constant, passes=NAME).candidates) == 1
+        want, got = (jit(f)(x, W, constant) for f in (program, fl.fuse(program, passes=[NAME])))
+        assert np.isnan(want) == (name == "constant")
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def without_rows(x, w, mask):
+    return optax.softmax_cross_entropy_with_integer_labels(x @ w, LABELS, where=mask[:, None]).mean()
+
+
+def test_rows_that_are_left_out_of_a_softmax_give_no_gradient_and_the_site_says_so():
+    x, mask = np.where(MASK[:, None] == 0, np.nan, X).astype(np.float32), MASK != 0
+    (site,) = fl.find(without_rows, x, W, mask, passes=NAME).candidates
+    assert ["left out" in note for note in site.notes] == [True]
+    step = jax.value_and_grad(without_rows, 1)
+    (want, lost), (got, gradient) = (
+        jit(f)(x, W, mask) for f in (step, jax.value_and_grad(fl.fuse(without_rows, passes=[NAME]), 1))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    assert np.isnan(lost).any()
+    assert np.isfinite(gradient).all()
+
+
+def test_a_train_step_that_tests_such_a_gradient_keeps_its_loss():
+    def step(x, w, mask):
+        loss, gradient = jax.value_and_grad(without_rows, 1)(x, w, mask)
+        return loss, jnp.where(jnp.all(jnp.isfinite(gradient)), w - 0.1 * gradient, w)
+
+    x, mask = np.where(MASK[:, None] == 0, np.nan, X).astype(np.float32), MASK != 0
+    found = fl.find(step, x, W, mask, passes=NAME)
+    assert not found.candidates
+    assert "tests for that" in found.rejections[0].sentence
+    assert np.array_equal(jit(fl.fuse(step, passes=[NAME]))(x, W, mask)[1], W)
+
+
 def same(fn, args):
     """A loss and its gradients are what they were."""
     step = jax.value_and_grad(fn, (0, 1))

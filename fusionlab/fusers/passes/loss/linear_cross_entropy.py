@@ -126,7 +126,7 @@ class _LossSite(Site):
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:
             return gradients
-        summed = weighted_sum(self.view, found, loss.region.root)
+        summed = weighted_sum(self.view, found, loss.region.root, self.search.certifier)
         self.notes = notes_of(self.view, loss, *(() if summed is None else (summed.value,)))
         by_row = self.attempt(self.by_row, loss)
         if summed is None:

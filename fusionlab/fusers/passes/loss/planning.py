@@ -34,6 +34,11 @@ _LOST = (
     "where the softmax of a label underflows, or an exponential overflows, the program's loss is infinite or NaN, and the fused op's is "
     "the loss"
 )
+_HIDDEN = (
+    "where rows are left out by a choice between their logits and a number, and their activations are NaN or infinite, the program's "
+    "gradient of the matrix is NaN, and the fused op's has nothing of these rows"
+)
+ROW_EDIT = "leave the rows out of the losses, jnp.where(mask, loss, 0), and not out of the softmax"
 LOG_EDIT = "write the loss by jax.nn.log_softmax, which is a number for all logits that are"
 
 
@@ -109,13 +114,18 @@ def with_more(loss: Loss, live: Container[int] | None = None, kept: bool = False
 def notes_of(view: CanonicalView, loss: Loss, *ends: Value) -> tuple[str, ...]:
     """What the fused op has another number for. Raises Declined if the program tests whether its loss is one, or an end, its sum, or a
     gradient."""
-    if not loss.numbers.lost:
-        return ()
-    values = (*loss.region.roots, *ends, *_read_backward(loss.region))
-    asked = next((n for v in values if (n := nan_test(view, v, sums=True)) is not None), None)
-    if asked is not None:
-        raise Declined(f"{_LOST}, and {asked!r} tests for that", "value", [asked], LOG_EDIT)
-    return (_LOST,)
+    region, backward = loss.region, _read_backward(loss.region)
+    gradients = (*region.roots[: len(loss.slots)], *backward)
+    told = []
+    if loss.numbers.lost:
+        told.append((_LOST, (*region.roots, *ends, *backward), LOG_EDIT))
+    if _hides_logits(region, _choices(loss.cut, loss.head)):
+        told.append((_HIDDEN, gradients, ROW_EDIT))
+    for note, values, edit in told:
+        asked = next((n for v in values if (n := nan_test(view, v, sums=True)) is not None), None)
+        if asked is not None:
+            raise Declined(f"{note}, and {asked!r} tests for that", "value", [asked], edit)
+    return tuple(note for note, _, _ in told)
 
 
 def _read_backward(region: Region) -> list[Value]:

@@ -15,11 +15,12 @@ from jax.extend import core as jex_core
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
-from ....graph.matching.region import CASTS, VIEWS, Region
+from ....graph.matching.region import CASTS, VIEWS, Region, constant_array
 from ....graph.matching.walks import makers_of, source_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.ir import Node, Value, values_in
+from ....graph.program.signature import Memo
 from .rows import Downstream
 
 _ADDS = frozenset({"add", "sub"})
@@ -74,7 +75,7 @@ class WeightedSum:
         return lambda rows: fn(rows, *given)[0]
 
 
-def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> WeightedSum | None:
+def weighted_sum(view: CanonicalView, found: Downstream, rows: Value, memo: Memo) -> WeightedSum | None:
     """The last scalar that is a weighted sum of the losses of all rows; None if the program has no such scalar."""
     nodes = _linear_in(view, found, rows)
     while nodes and nodes[-1].outputs[0].shape:
@@ -83,14 +84,20 @@ def weighted_sum(view: CanonicalView, found: Downstream, rows: Value) -> Weighte
         return None
     own = {rows.id} | {v.id for n in nodes for v in n.outputs}
     given, numbers = _read_besides(view, nodes, own)
-    masks, adds = any(_leaves_out(view, n) for n in nodes), any(n.primitive in _ADDS for n in nodes)
+    masks, adds = any(_leaves_out(view, n, memo) for n in nodes), any(n.primitive in _ADDS for n in nodes)
     return WeightedSum(nodes[-1].outputs[0], rows, tuple(nodes), given, numbers, masks, adds)
 
 
-def _leaves_out(view: CanonicalView, node: Node) -> bool:
-    """Whether a node leaves losses out whatever they are: by a choice, or as XLA has a product with a mask of bools, by which NaN is 0."""
+def _leaves_out(view: CanonicalView, node: Node, memo: Memo) -> bool:
+    """Whether a node leaves losses out whatever they are: by a choice, or as XLA has a product with a mask of bools, by which NaN is 0.
+
+    A constant mask XLA makes numbers of first: NaN times their 0 is NaN.
+    """
+    if node.primitive != "mul":
+        return node.primitive == "select_n"
     sources = (source_of(view.block, a, VIEWS | CASTS) for a in node.inputs)
-    return node.primitive == "select_n" or (node.primitive == "mul" and any(a.dtype == bool for a in sources))
+    masks = (a for a in sources if isinstance(a, Value) and a.dtype == bool)
+    return any(constant_array(view, a, memo) is None for a in masks)
 
 
 def _linear_in(view: CanonicalView, found: Downstream, rows: Value) -> list[Node]:

@@ -16,20 +16,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ....device import Device
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import Named, wide
+from ...op.arrays import Named, for_product, wide
 from ..gemm_epilogue.activations import ACTIVATIONS
 
 Array = Any
 
 
-def wide_product(x: Array, w: Array, *, w_contract: int, precision: Any, out_sharding: Any = None, **_: Any) -> Array:
+def wide_product(
+    x: Array,
+    w: Array,
+    *,
+    w_contract: int,
+    precision: Any,
+    out_sharding: Any = None,
+    device: Device | None = None,
+    **_: Any,
+) -> Array:
     """x (*M x K) . w (K x N, or N x K with `w_contract` 1), in the dtype of the arithmetic."""
-    return _product(x, w, (((x.ndim - 1,), (w_contract,)), ((), ())), precision, out_sharding)
+    return _product(x, w, (((x.ndim - 1,), (w_contract,)), ((), ())), precision, out_sharding, device)
 
 
-def _product(a: Array, b: Array, dimensions: Any, precision: Any, out_sharding: Any) -> Array:
+def _product(a: Array, b: Array, dimensions: Any, precision: Any, out_sharding: Any, device: Device | None) -> Array:
     dtype = arithmetic_dtype(a.dtype)
+    a, b = for_product(a, b, dtype, device)
     return lax.dot_general(
         a, b, dimensions, precision=precision, preferred_element_type=dtype, out_sharding=out_sharding
     )
@@ -96,6 +107,8 @@ def cotangent(saved: Named, ct: Array, wanted: tuple[str, ...], shardings: Named
             parts = (wide_product(along[w], saved[w], out_sharding=sharding, **across) for w in ("w", "v"))
             return functools.reduce(jnp.add, parts).astype(dtype)
         pair = (along[slot], saved["x"]) if attrs["w_contract"] else (saved["x"], along[slot])
-        return _product(*pair, ((rows, rows), ((), ())), attrs["precision"], sharding).astype(dtype)
+        return _product(*pair, ((rows, rows), ((), ())), attrs["precision"], sharding, attrs.get("device")).astype(
+            dtype
+        )
 
     return [gradient(slot) for slot in wanted]

@@ -17,17 +17,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...op.arrays import Named
+from ....device import Device
+from ...op.arrays import Named, for_product
 from .activations import ACTIVATIONS
 
 Array = Any
 
 
 def product(
-    x: Array, w: Array, x_axis: int, w_axis: int, precision: Any, sharding: Any = None, wide: str | None = None
+    x: Array,
+    w: Array,
+    x_axis: int,
+    w_axis: int,
+    precision: Any,
+    sharding: Any = None,
+    wide: str | None = None,
+    device: Device | None = None,
 ) -> Array:
     contract = (((x_axis,), (w_axis,)), ((), ()))
     result = jnp.float32 if wide == "product" else x.dtype
+    x, w = for_product(x, w, result, device)
     return lax.dot_general(x, w, contract, precision=precision, preferred_element_type=result, out_sharding=sharding)
 
 
@@ -39,7 +48,8 @@ def widened(a: Any, wide: str | None) -> Any:
 def forward(x: Array, w: Array, bias: Array | None = None, x_saved: Array | None = None, **attrs: Any) -> list[Array]:
     """[act(x @ w + bias)], and the activation's residual if asked for and if it has one."""
     sides = attrs["x_contract"], attrs["w_contract"]
-    return epilogue(product(x, w, *sides, attrs["precision"], wide=attrs.get("wide")), bias, x.dtype, **attrs)
+    summed = product(x, w, *sides, attrs["precision"], wide=attrs.get("wide"), device=attrs.get("device"))
+    return epilogue(summed, bias, x.dtype, **attrs)
 
 
 def epilogue(summed: Array, bias: Array | None, dtype: Any, *, residuals: bool, **attrs: Any) -> list[Array]:
@@ -83,13 +93,14 @@ def unpacked(saved: Array | None, shape: tuple[int, ...]) -> Array | None:
 def tangent(saved: Named, tangents: Named, shape: tuple[int, ...], shardings: Named, **attrs: Any) -> Array:
     """act'(h) * (dx @ w + x @ dw + dbias), of the tangents given; with `x_activation` that of its pre-activation for dx."""
     act, wide = ACTIVATIONS[attrs["activation"]], attrs.get("wide")
-    how = attrs["x_contract"], attrs["w_contract"], attrs["precision"]
+    sides = attrs["x_contract"], attrs["w_contract"], attrs["precision"]
+    multiplied = functools.partial(product, wide=wide, device=attrs.get("device"))
     parts = []
     if "x" in tangents:
         dx = beyond(attrs["x_activation"], saved, tangents["x"])
-        parts.append(product(dx, saved["w"], *how, wide=wide))
+        parts.append(multiplied(dx, saved["w"], *sides))
     if "w" in tangents:
-        parts.append(product(saved["x"], tangents["w"], *how, wide=wide))
+        parts.append(multiplied(saved["x"], tangents["w"], *sides))
     if "bias" in tangents:
         parts.append(jnp.broadcast_to(tangents["bias"], shape, out_sharding=shardings.get("out")))
     dtype = next(iter(tangents.values())).dtype

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....graph.dtypes import arithmetic_dtype
-from ...op.arrays import Named, explicit_sharding
+from ...op.arrays import Named, explicit_sharding, for_product
 from .settings import Settings
 
 Array = Any
@@ -99,6 +99,7 @@ def _through_logits(dh: Array, of: Logits, form: Settings) -> Array:
 def _product(a: Array, b: Array, over: Any, form: Settings, dtype: Any, like: Array | None = None) -> Array:
     """The sum over these axes of each, in `dtype`; sharded as `like` is, where that is part of its type."""
     sharding = None if like is None else explicit_sharding(like)
+    a, b = for_product(a, b, dtype, form.device)
     how = {"precision": form.precision, "preferred_element_type": dtype, "out_sharding": sharding}
     return lax.dot_general(a, b, (over, ((), ())), **how)
 

@@ -15,14 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...op.arrays import Named, summed_to
+from ....device import Device
+from ...op.arrays import Named, for_product, summed_to
 from ..gemm_epilogue.activations import ACTIVATIONS
 from .axes import Dimensions, free
 
 Array = Any
 
 
-def dot(a: Array, b: Array, *, dimensions: Dimensions, precision: Any, product: str, **_: Any) -> Array:
+def dot(
+    a: Array, b: Array, *, dimensions: Dimensions, precision: Any, product: str, device: Device | None = None, **_: Any
+) -> Array:
+    a, b = for_product(a, b, product, device)
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.dtype(product))
 
 
