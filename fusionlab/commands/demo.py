@@ -35,12 +35,13 @@ GPU_RECORDS = (
     Path(__file__).parents[2] / "benchmarks" / "results" / "h200",
     Path(__file__).parents[1] / "records" / "h200",
 )
+STEP = "gpt2"  # of `python -m benchmarks language_models`
 
 
-def gpu_record(benchmark: str = "gemm_epilogue") -> dict[str, Any] | None:
-    """The newest record of `python -m benchmarks NAME` that comes with FusionLab; None if none is installed."""
+def gpu_record(benchmark: str = "gemm_epilogue", case: str = "") -> dict[str, Any] | None:
+    """The newest record of `python -m benchmarks NAME`, with this case, that comes with FusionLab; None if none is installed."""
     folder = next((f for f in GPU_RECORDS if f.is_dir()), None)
-    return newest_record(folder, benchmark) if folder is not None else None
+    return newest_record(folder, benchmark, case) if folder is not None else None
 
 
 def transformer_block(params: Any, x: jax.Array) -> jax.Array:
@@ -178,7 +179,7 @@ def _step_text(record: dict[str, Any]) -> str:
     """GPT-2's step in a record of `python -m benchmarks language_models`, in a line."""
     from ..viz.gpu_record import where
 
-    case = record["cases"]["gpt2"]
+    case = record["cases"][STEP]
     before, after = case["jax.jit"], case["grad of fused"]
     low, high = after["interval"]
     return (
@@ -239,7 +240,7 @@ def run_demo(folder: str | os.PathLike[str], *, size: int = 2048, progress: Prog
         elsewhere = lab.find(found.graph, device=ELSEWHERE, progress=told)
         fused = lab.fuse(transformer_block)
         result = comparison.compare(transformer_block, fused, params, x, grad=True, progress=told, budget_s=BUDGET_S)
-        record, step = gpu_record(), gpu_record("language_models")
+        record, step = gpu_record(), gpu_record("language_models", STEP)
         Stages(told)("writing the report")
         _write(work, found, elsewhere, result, record)
         files = (*sorted(p.name for p in work.iterdir()), "report.json")

@@ -172,15 +172,21 @@ def save_json(path: str | os.PathLike[str], data: Any) -> Path:
     return write_file(path, to_json(data) + "\n", folders=True, advice="give a path you can write to")
 
 
-def newest_record(folder: str | os.PathLike[str], benchmark: str) -> Any:
+def newest_record(folder: str | os.PathLike[str], benchmark: str, case: str = "") -> Any:
     """The record of a benchmark (a JSON file that names it, with an `environment`) in a folder that was measured last; None without one.
+
+    `case`: of those that have this one among their `cases`; "" for any.
 
     Raises:
       ArgumentError: a file there is not JSON.
     """
     records = (load_json(path) for path in sorted(Path(folder).glob("*.json")))
     return max(
-        (r for r in records if isinstance(r, dict) and r.get("benchmark") == benchmark),
+        (
+            r
+            for r in records
+            if isinstance(r, dict) and r.get("benchmark") == benchmark and (not case or case in r["cases"])
+        ),
         key=lambda r: r["environment"]["time"],
         default=None,
     )

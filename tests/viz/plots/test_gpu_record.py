@@ -101,6 +101,10 @@ def test_the_newest_record_is_the_benchmark_s_own_that_was_measured_last(record,
         found = {"benchmark": benchmark, "day": day, "environment": {"time": f"2026-11-{day}T00:00:00"}}
         save_json(tmp_path / f"{name}.json", found)
     assert newest_record(tmp_path, "gemm_epilogue")["day"] == 23
+    for day, cases in ((25, ["gpt2", "llama"]), (26, ["llama"])):
+        found = {"benchmark": "models", "day": day, "cases": cases, "environment": {"time": f"2026-11-{day}T00:00:00"}}
+        save_json(tmp_path / f"{day}.json", found)
+    assert [newest_record(tmp_path, "models", case)["day"] for case in ("", "gpt2", "llama")] == [26, 25, 26]
 
 
 def test_the_demo_s_record_is_the_repository_s_and_a_wheel_s(monkeypatch, tmp_path):
