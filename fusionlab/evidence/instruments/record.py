@@ -185,7 +185,7 @@ def newest_record(folder: str | os.PathLike[str], benchmark: str, case: str = ""
         (
             r
             for r in records
-            if isinstance(r, dict) and r.get("benchmark") == benchmark and (not case or case in r["cases"])
+            if isinstance(r, dict) and r.get("benchmark") == benchmark and (not case or case in r.get("cases", ()))
         ),
         key=lambda r: r["environment"]["time"],
         default=None,
