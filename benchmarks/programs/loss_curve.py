@@ -14,7 +14,8 @@ learn. `fl.compare(step, fused, *state, data=texts, steps=200)` of
     times 1.01           that gradient is multiplied by 1.01, AdamW, which divides the gradient by its own size
 
 and with --gradients, for the last one, `fl.compare` of the loss with its gradients. Each program is compiled with JAX's persistent cache
-in a new folder. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
+in a new folder. A run with other cases adds to the record that `-o` names, if it is one of the same training,
+machine and versions.
 """
 
 from __future__ import annotations
@@ -283,10 +284,15 @@ def main(argv: list[str]) -> int:
 
     on_cuda = Device.current().platform == "cuda"
     case = _case(options, on_cuda)
-    record: dict[str, Any] = continued(new_record("loss_curve", options) | {"cases": {}}, options)
-    record["runs"] = options.runs
-    record["steps"] = options.steps or (20 if options.quick else STEPS)
-    record["shape"] = {k: getattr(case, k) for k in ("layers", "width", "heads", "vocabulary", "batch", "length")}
+    asked = {
+        "runs": options.runs,
+        "steps": options.steps or (20 if options.quick else STEPS),
+        "shape": {k: getattr(case, k) for k in ("layers", "width", "heads", "vocabulary", "batch", "length")},
+    }
+    fresh = new_record("loss_curve", options) | {"cases": {}} | asked
+    record: dict[str, Any] = continued(fresh, options)
+    if {k: record[k] for k in asked} != asked:  # of another training
+        record = fresh
     with _new_cache():
         _trained_cases(case, options, record, on_cuda)
         if options.gradients:
