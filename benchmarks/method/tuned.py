@@ -144,15 +144,17 @@ def programs(quick: bool) -> dict[str, Callable[[], Program]]:
 @contextlib.contextmanager
 def _choices(plan: Path, tables: bool) -> Iterator[None]:
     """Around what decides: this plan file, with the shipped tables or without them."""
-    before = dict(os.environ)
-    os.environ["FUSIONLAB_PLAN_FILE"] = str(plan)
-    if not tables:
-        os.environ["FUSIONLAB_TABLES"] = "none"
+    chosen = {"FUSIONLAB_PLAN_FILE": str(plan)} | ({} if tables else {"FUSIONLAB_TABLES": "none"})
+    before = {name: os.environ.get(name) for name in chosen}
+    os.environ.update(chosen)  # these alone: a library may set its own at its first import
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def tune(name: str, plans: dict[float, Path], quick: bool) -> dict[str, Any]:
