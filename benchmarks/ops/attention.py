@@ -8,7 +8,8 @@ attention_cpu.py is run.
 
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
-             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention; at head sizes 64, 80, 96, 128, 160, 256
+             jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention; at head sizes 64, 80, 96, 128, 160, 256;
+             and the time of each kernel of fusionlab.fuse
   encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
              its parameters in bfloat16 (there beside torch's layer, at both rates): by attention alone, as FusionLab comes, and with
              the norms too
@@ -85,7 +86,6 @@ SHAPES = (
     Shape(8, 16, 1024, 64, "random"),
     Shape(8, 16, 1024, 64, "no", "BTNH", "float32"),
 )
-# Of these there is no record yet.
 OTHER_HEADS = tuple(Shape(8, 16, 1024, features) for features in (80, 96, 160, 256))
 TINY = (Shape(1, 2, 64, 8), Shape(1, 2, 64, 8, "causal", "BNTH"), Shape(1, 2, 64, 8, "random", dtype="float32"))
 
@@ -180,12 +180,23 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"difference to jax.jit": {n: differences(reference, f()) for n, f in programs.items()}}
     found |= measured(programs, "jax.jit", samples)
     found |= {"routes": routes(fused, *args), "left out": left_out}
+    found |= {"kernels_s": kernels(fused, args)} if device.platform == "cuda" else {}
     found["flop"] = 14 * shape.batch * shape.heads * shape.length**2 * shape.features / (1 + (shape.masked == "causal"))
     if torch:
         found["torch"] = attempt(left_out, "torch sdpa", lambda: torch_attention(shape, samples)) or {}
         torch_forgotten()
     for one in found.get("torch", {}).values():
         found["fusionlab"]["over torch"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
+    return found
+
+
+def kernels(fused: Callable, args: tuple[Any, ...]) -> dict[str, float]:
+    """Seconds of each kernel of a call, by name: those of cuDNN, and what XLA fills with zeros before ("Memset")."""
+    from fusionlab.evidence.kernel_times import kernel_times
+
+    found: dict[str, float] = {}
+    for one in kernel_times(fused, *args).kernels:
+        found[one.name] = found.get(one.name, 0.0) + one.median_s
     return found
 
 

@@ -11,7 +11,8 @@ from .language_rows import BY_HAND, FUSED_GRAD
 from .language_steps import GPT2, Llama, tokens_of
 
 FIRST, MOST = 4, 4096  # texts tried
-RUNS = 3  # of batches that by their compiled memory fit, each smaller than the one before
+RUNS = 5  # of batches that by their compiled memory fit, each smaller than the one before by STEP
+STEP = 0.03
 PROGRAMS = (BY_HAND, FUSED_GRAD)
 
 
@@ -74,7 +75,7 @@ def _of_program(case: Llama | GPT2, program: Callable[[Any], Callable[..., Any]]
         if attempt(failures, f"running {batch}", lambda b=batch: _ran(replace(case, batch=b), compiled[b])):
             found = {"batch": batch, "peak_bytes": peak_bytes(compiled[batch]), "ran": True}
             return found | {"tried": sorted(compiled), "failures": failures}
-        batch -= max(1, batch // 50)
+        batch -= max(1, round(STEP * batch))
     return {"ran": False, "error": "; ".join(failures.values()), "tried": sorted(compiled), "failures": failures}
 
 

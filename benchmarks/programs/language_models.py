@@ -195,6 +195,8 @@ def main(argv: list[str]) -> int:
         return 0
     if options.compile:  # the memory is for the processes that compile
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if options.largest:  # temporaries are one piece, which a pool that grows in steps may not have
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
 
     from fusionlab.device import Device
 

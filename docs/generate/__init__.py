@@ -1,8 +1,8 @@
 """Pages of the documentation that are generated from the package and its records: passes, rejections, performance, GPUs.
 
 `docs/conf.py` calls `write` before Sphinx looks for pages. `passes.py`, `rejections.py`, `performance.py` and `gpus.py` write a
-kind of page each; `tables.py` says how a record becomes a table, `on_h200.py` and `on_others.py` which tables there are;
-`programs.py` makes programs that can be copied of the examples that the passes and the tests have, and runs them.
+kind of page each; `tables.py` says how a record becomes a table, `on_h200.py`, `models_on_h200.py` and `on_others.py` which tables
+there are; `programs.py` makes programs that can be copied of the examples that the passes and the tests have, and runs them.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import on_h200, on_others
+from . import models_on_h200, on_h200, on_others
 from .markdown import bullets, literal, table, text_of
 from .records import CARDS, Record, records_of
 from .tables import Measured
 
-TABLES: tuple[Measured, ...] = (*on_h200.TABLES, *on_others.TABLES)
+TABLES: tuple[Measured, ...] = (*on_h200.TABLES, *models_on_h200.TABLES, *on_others.TABLES)
 _PLACES = {
     "h200": "Performance on an NVIDIA H200",
     "h100": "Performance on an NVIDIA H100",

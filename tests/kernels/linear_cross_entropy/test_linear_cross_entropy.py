@@ -315,14 +315,15 @@ def test_chunks_are_even_and_hold_a_fixed_amount_of_memory():
     assert chunked.chunks((3, 16), 1 << 30, form)[0] == 3
     on_gpu = Settings(logits_dtype="bfloat16", device=Device.of("h200"))
     assert chunked.chunks((8192, 16), 32768, on_gpu) == (4, 2048)
-    assert chunked.chunks((8192, 16), 32768, on_gpu, alone=True) == (2, 4096)
-    assert chunked.chunks((8192, 16), 32768, on_gpu, in_place=True) == (1, 8192)
+    assert chunked.chunks((8192, 16), 32768, on_gpu, chunked.Kept.NOTHING) == (2, 4096)
+    assert chunked.chunks((8192, 16), 32768, on_gpu, chunked.Kept.IN_PLACE) == (1, 8192)
+    assert chunked.chunks((32768, 16), 128256, on_gpu, chunked.Kept.SUMS) == (16, 2048)
     assert chunked.chunks((2049, 16), 32768, on_gpu) == (1, 2049)
     assert chunked.chunks((3100, 16), 32768, on_gpu) == (2, 1552)
     form = Settings.of({**full, "device": Device.of("h100"), "logits_dtype": "bfloat16"})
     assert chunked.chunks((8192, 16), 32768, form) == (4, 2048)
     assert chunked.chunks((8192, 16), 128256, form) == (8, 1024)
-    assert chunked.chunks((8192, 16), 32768, form, in_place=True) == (1, 8192)
+    assert chunked.chunks((8192, 16), 32768, form, chunked.Kept.IN_PLACE) == (1, 8192)
 
 
 @pytest.mark.parametrize(

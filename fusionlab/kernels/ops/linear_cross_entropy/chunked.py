@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import jax
@@ -27,7 +28,6 @@ Array = Any
 # Bytes of the logits of a chunk: on a CPU in A, where longer chunks take more time as well as more memory; elsewhere in their own dtype.
 MEMORY_ON_A_CPU, MEMORY = 1 << 26, 1 << 27
 MORE = 2  # as many on a GPU where no cotangent is made: nothing is kept of the logits but some numbers of each row
-LEAST = 1024  # rows of a chunk on a GPU: the product of fewer is slower
 WHOLE = 1 << 32  # bytes of the cotangents of all logits; adding up the gradient of w, chunk by chunk, takes longer
 _ALIGNED = 8  # rows of a chunk are a multiple of
 # Entries of a row: where they are no multiple of the first, 16 bytes of 16-bit numbers, a GPU's products take several times as long, and w
@@ -36,31 +36,43 @@ _VECTOR, _TILE = 8, 64
 _SUMMED = ("w", "bias")
 
 
-def chunks(
-    shape: tuple[int, ...], size: int, form: Settings, in_place: bool = False, alone: bool = False
-) -> tuple[int, int]:
-    """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`. `in_place`: the cotangents of all logits are kept
-    and take as much as the logits, whose memory they get, so that chunks of some rows would save none. `alone`: there is no cotangent.
-    """
+class Kept(Enum):
+    """What of the logits of all rows is kept until the loop is over."""
+
+    NOTHING = "there is no cotangent"
+    IN_PLACE = (
+        "their cotangents, which take as much as the logits, whose memory they get: chunks of some rows would save none"
+    )
+    BESIDE = "their cotangents, which take less"
+    SUMS = "the sums of what each chunk multiplies its own by"
+
+
+# Rows of a chunk on a GPU: the product of fewer is slower, and each chunk reads and writes the sums: at a vocabulary of 128256 chunks of
+# 2048 rows took 7 % less time than those of 1024 (record linear_cross_entropy_2026-11-30 of an H200).
+LEAST = dict.fromkeys(Kept, 1024) | {Kept.SUMS: 2048}
+
+
+def chunks(shape: tuple[int, ...], size: int, form: Settings, kept: Kept = Kept.BESIDE) -> tuple[int, int]:
+    """(number of chunks, rows of each) of x with this shape and a vocabulary of `size`."""
     count = math.prod(shape[:-1])
-    number = _number(count, size, form, in_place, alone)
+    number = _number(count, size, form, kept)
     if number <= 1:
         return 1, count
     each = -(-count // number)
     return number, each if form.chunk else -(-each // _ALIGNED) * _ALIGNED
 
 
-def _number(count: int, size: int, form: Settings, in_place: bool, alone: bool) -> int:
-    if in_place and not form.chunk:
+def _number(count: int, size: int, form: Settings, kept: Kept) -> int:
+    if kept is Kept.IN_PLACE and not form.chunk:
         return 1
     if form.on_a_gpu and not form.chunk:  # the nearest: a row more than fits is no reason for another chunk
-        return round(count / (_most_rows(size, form) * (MORE if alone else 1)))
-    return -(-count // (form.chunk or _most_rows(size, form)))
+        return round(count / (_most_rows(size, form, kept) * (MORE if kept is Kept.NOTHING else 1)))
+    return -(-count // (form.chunk or _most_rows(size, form, kept)))
 
 
-def _most_rows(size: int, form: Settings) -> int:
+def _most_rows(size: int, form: Settings, kept: Kept) -> int:
     if form.on_a_gpu:
-        return max(MEMORY // (size * jnp.dtype(form.logits_dtype).itemsize), LEAST)
+        return max(MEMORY // (size * jnp.dtype(form.logits_dtype).itemsize), LEAST[kept])
     return max(MEMORY_ON_A_CPU // (size * arithmetic_dtype(form.logits_dtype).itemsize), 1)
 
 
@@ -128,8 +140,7 @@ class _Pull:
 
     Attributes:
       w, size: as `_padded` gives them.
-      at_once: whether they are made after the loop.
-      in_place: whether, besides, the cotangents take as much memory as the logits.
+      kept: what they are made of after the loop, if they are.
     """
 
     def __init__(
@@ -144,8 +155,9 @@ class _Pull:
         self.known, self.w, self.size, self.wanted, self.form = known, w, size, wanted, form
         logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
         size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
-        self.at_once = bool(wanted) and form.on_a_gpu and size <= WHOLE
-        self.in_place = self.at_once and cotangent == logits
+        self.kept = Kept.SUMS
+        if wanted and form.on_a_gpu and size <= WHOLE:
+            self.kept = Kept.IN_PLACE if cotangent == logits else Kept.BESIDE
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:
         found = of_bias(of, part, cotangents, self.form) if "bias" in self.wanted else {}
@@ -153,7 +165,7 @@ class _Pull:
 
     def made(self, dh: Array, sizes: Array | None, x: Array) -> dict[str, Array]:
         """Of the cotangent of a chunk's logits, as `multiplied` gives it: the gradients of x and w, or what they are made of."""
-        if not self.at_once:
+        if self.kept is Kept.SUMS:
             return products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
         return {_DH: dh} | ({} if sizes is None else {_SIZES: sizes})
 
@@ -207,9 +219,8 @@ def by_chunks(
     """`step` of all rows: the gradients of w and bias added up, all else by row; those that `pull` makes after the loop of all rows, with
     the ones that were missing in the last chunk. `given` has entries for each row in front.
     """
-    number, each = chunks(
-        shape, w.shape[0 if form.transposed else 1], form, pull is not None and pull.in_place, pull is None
-    )
+    kept = Kept.NOTHING if pull is None else pull.kept
+    number, each = chunks(shape, w.shape[0 if form.transposed else 1], form, kept)
     lead, count = shape[:-1], math.prod(shape[:-1])
     parts = {name: _cut(a, len(lead), number, each, 1 if name == "mass" else 0) for name, a in given.items()}
     sums, found = _looped(step, parts, w) if number > 1 else _once(step, parts)
