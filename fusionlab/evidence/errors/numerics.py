@@ -72,8 +72,10 @@ class LeafNumerics(Shown):
         before, after = self.before.scale, self.after.scale
         if not before or after is None or self.zero_in_theory or self.size < _MANY_ELEMENTS:
             return False
-        # What rounding leaves of a factor: five standard deviations of the difference of two, if their errors are independent.
-        own = max(self.before.rel_l2, self.noise.rel_l2 if self.noise is not None else 0.0)
+        # What rounding leaves of a factor: five standard deviations of the difference of two, if their errors are independent. The
+        # original's own factor is no part of its rounding.
+        rounding = math.sqrt(max(self.before.rel_l2**2 - (before - 1) ** 2, 0.0))
+        own = max(rounding, self.noise.rel_l2 if self.noise is not None else 0.0)
         left = 5 * math.sqrt(2 / self.size) * own
         off, of_original, limit = abs(after - 1), abs(before - 1), self.scale_limit + left
         apart = abs(after / before - 1) > limit and off > of_original + left
