@@ -25,6 +25,7 @@ from ..program.graph import Graph
 from ..program.in_shard_map import make_jaxpr
 from ..program.ir import Block, Node, Value, values_in
 from ..program.signature import node_signature
+from ..unit_cotangent import unit_cotangent
 from .find import Backward, Share
 from .gradients import BackwardPart, terms_beside
 from .vjp_split import Split, split_of
@@ -134,7 +135,8 @@ class Pairer:
         _check_arithmetic(region, found, nodes)
         signature = _signature(found.view, nodes, (*inputs, cotangent), terms)
         types = tuple(v.aval for v in (*inputs, region.root, cotangent))  # of what the programs are traced with
-        key = ("pair", region_signature(region), description, *signature, tuple(wanted), types)
+        is_one = cotangent is not given
+        key = ("pair", region_signature(region), description, *signature, tuple(wanted), types, is_one)
         known = {i: c for i, c in found.view.known_inputs.items() if i in {v.id for v in block.inputs}}
 
         def prove() -> tuple[ProofOutcome, Split]:
@@ -142,9 +144,10 @@ class Pairer:
             old = slice_jaxpr(block, nodes, (*inputs, cotangent), flat, known)
             groups = [(name, len(group)) for (_, name, _), group in zip(placed, terms, strict=True)]
             n = len(region.others)
-            new = with_vjp(fn, avals, out, wanted, others=n > 0)
-            first = with_vjp(lambda *a: fn(*a)[0], avals, out, wanted) if n else new
-            proved = first if cotangent is given else _at_one(first)
+            with unit_cotangent(is_one):
+                new = with_vjp(fn, avals, out, wanted, others=n > 0)
+                first = with_vjp(lambda *a: fn(*a)[0], avals, out, wanted) if n else new
+            proved = _at_one(first) if is_one else first
             return prove_gradients(region, old, proved, groups, self.certifier.inline), split_of(new, n)
 
         verdict, split = self.certifier.once(key, prove)

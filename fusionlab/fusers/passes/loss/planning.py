@@ -17,6 +17,7 @@ from ....graph.matching.region import CASTS, VIEWS, Escape, Region, escapes
 from ....graph.matching.walks import source_of
 from ....graph.program.ir import Node, Value
 from ....graph.program.scopes import in_backward
+from ....graph.unit_cotangent import unit_cotangent
 from ....kernels import OPS
 from ...engine.base import Search, Substitution
 from ...engine.fully_masked_rows import nan_test
@@ -278,7 +279,8 @@ class _Call(Substitution):
             out = self.op.call(at["x"], at["w"], labels, at.get("bias"), weights, **self.attrs)
             return (out[0] if self.attrs["also"] else out), out
 
-        total, pull, out = jax.vjp(summed, {name: named[name] for name in loss.slots}, has_aux=True)
+        with unit_cotangent():
+            total, pull, out = jax.vjp(summed, {name: named[name] for name in loss.slots}, has_aux=True)
         (found,) = pull(jnp.ones_like(total))
         if "x" in found:
             (found["x"],) = jax.vjp(loss.head.of_rows, given["x"])[1](found["x"])

@@ -185,7 +185,7 @@ class _Pull:
         if _DH not in found:
             return found
         dh, sizes = found.pop(_DH), found.pop(_SIZES, None)
-        return found | products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+        return found | products(self.known, dh, sizes, x, self.w, self.wanted, self.form, self.form.rounded)
 
     def cut(self, found: dict[str, Array]) -> dict[str, Array]:
         """With the gradient of w without the entries that `_padded` added."""

@@ -81,11 +81,19 @@ def divided(known: Halves | None, cotangents: Named) -> tuple[Named, Array | Non
 
 
 def products(
-    known: Halves | None, dh: Array, sizes: Array | None, x: Array, w: Array, wanted: tuple[str, ...], form: Settings
+    known: Halves | None,
+    dh: Array,
+    sizes: Array | None,
+    x: Array,
+    w: Array,
+    wanted: tuple[str, ...],
+    form: Settings,
+    rounded: bool = False,
 ) -> dict[str, Array]:
-    """The gradients of x and w among those wanted, of what `multiplied` gives, in A; that of w is to be multiplied by `factor`."""
+    """The gradients of x and w among those wanted, of what `multiplied` gives, in A, or `rounded` where nothing multiplies them; that of w
+    is to be multiplied by `factor`."""
     if known is None or sizes is None:
-        return rows.products(dh, x, w, wanted, form)
+        return rows.products(dh, x, w, wanted, form, rounded)
     x = (x * (sizes / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
     found = rows.products(dh, x, known.w, wanted, form)
     return found | ({"x": found["x"] * (sizes * known.of_w)[..., None]} if "x" in found else {})

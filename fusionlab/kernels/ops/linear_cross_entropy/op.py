@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import jax
 
 from ....device import Device
+from ....graph.unit_cotangent import has_unit_cotangent
 from ....tracebacks import own_lines_hidden
 from ...choose.choices import Choice
 from ...op.chooser import exact_case
@@ -54,7 +55,8 @@ class LinearCrossEntropy(Op):
     }
 
     def prepare(self, given: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return dict(given), checked(given, self.with_defaults(attrs))
+        full = checked(given, self.with_defaults(attrs))
+        return dict(given), full | ({"rounded": True} if _may_round(given, full) else {})
 
     def results(self, **attrs: Any) -> tuple[str, ...]:
         return Settings.of(attrs).results
@@ -85,7 +87,7 @@ class LinearCrossEntropy(Op):
         form = Settings.of(params)
         *present, _ = params["present"]
         also = tuple(name for name in form.also if name != "loss")
-        by_row = params | {"present": tuple(present), "dtypes": form.dtypes[:-1], "also": also}
+        by_row = params | {"present": tuple(present), "dtypes": form.dtypes[:-1], "also": also, "rounded": False}
 
         def summed(*given: Array) -> list[Array]:
             loss, *rest = primitive.bind(*given[:-1], **by_row)
@@ -147,6 +149,12 @@ class LinearCrossEntropy(Op):
         more += f", {given.classes} classes" if given.classes is not None else ""
         text = f"cross_entropy({logits}, labels{more})"
         return f"sum(weights * {text})" if weights else text
+
+
+def _may_round(given: Mapping[str, Any], full: Mapping[str, Any]) -> bool:
+    """Whether the gradients of a sum are bfloat16 once they are made: no other cotangent, of a row, adds to them."""
+    alone = "weights" in given and not {"lse", "loss"} & set(full["also"])
+    return alone and has_unit_cotangent() and given["x"].dtype == "bfloat16"
 
 
 LINEAR_CROSS_ENTROPY = LinearCrossEntropy()

@@ -50,7 +50,8 @@ def finished(
         found["out"] = weighted(weights, found["loss"], form)
         found |= {slot: found[slot] * factors[slot] for slot in form.gradients if slot in found}
         found |= _over_devices(found, axes, form)
-        found |= {GRADIENTS[slot]: found[slot] for slot in form.gradients if slot in found}
+        made = {slot: found[slot] for slot in form.gradients if slot in found}
+        found |= {GRADIENTS[slot]: a.astype(form.dtype_of(slot)) if form.rounded else a for slot, a in made.items()}
     return [found[name] for name in (*form.results, *(form.residuals if residuals else ()))]
 
 

@@ -232,12 +232,15 @@ def gradients(dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Sett
     return found | ({"bias": jnp.sum(dh, axis=tuple(range(dh.ndim - 1)))} if "bias" in wanted else {})
 
 
-def products(dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Settings) -> dict[str, Array]:
-    """Those of x and w, in A, of a cotangent in the dtype in which it is multiplied."""
-    axes, dtype, found = tuple(range(dh.ndim - 1)), arithmetic_dtype(dh.dtype), {}
+def products(
+    dh: Array, x: Array, w: Array, wanted: tuple[str, ...], form: Settings, rounded: bool = False
+) -> dict[str, Array]:
+    """Those of x and w, in A or `rounded` as they are, of a cotangent in the dtype in which it is multiplied."""
+    axes, wide, found = tuple(range(dh.ndim - 1)), arithmetic_dtype(dh.dtype), {}
     if "x" in wanted:
-        found["x"] = _product(dh, w, ((dh.ndim - 1,), _sides(form)[1:]), form, dtype, x)
+        over = ((dh.ndim - 1,), _sides(form)[1:])
+        found["x"] = _product(dh, w, over, form, x.dtype if rounded else wide, x)
     if "w" in wanted:
         sides = (dh, x) if form.transposed else (x, dh)
-        found["w"] = _product(*sides, (axes, axes), form, dtype, w)
+        found["w"] = _product(*sides, (axes, axes), form, w.dtype if rounded else wide, w)
     return found

@@ -45,12 +45,14 @@ class Settings(Attributes):
     Attributes:
       present: the slots that are given.
       dtypes: those of the operands that are given, in order.
+      rounded: whether gradients that are made forward are rounded there to the dtypes of their operands: their cotangent is known to be 1.
       across: label of an axis ("m0", ..., "v") -> the mesh axes along which each device holds a part of it.
       device: the target of lowering, if known.
     """
 
     present: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
+    rounded: bool = False
     across: tuple[tuple[str, tuple[str, ...]], ...] = ()
     device: Device | None = None
 
