@@ -19,8 +19,8 @@ PACKAGE = Path(fusionlab.__file__).parent
 # for all (errors), or for the command line alone.
 ORDER = """
 errors tracebacks processes progress output showing device
-graph.jax_compat graph.dtypes graph.primitives graph.settings graph.declined graph.calls graph.program graph.canonical graph.interpret
-graph.matching graph.cost graph.certify graph.backward graph.rewriting graph.xla graph
+graph.jax_compat graph.dtypes graph.primitives graph.settings graph.unit_cotangent graph.declined graph.calls graph.program
+graph.canonical graph.interpret graph.matching graph.cost graph.certify graph.backward graph.rewriting graph.xla graph
 kernels.launch kernels.choose kernels.op kernels.ops kernels ops
 fusers.engine fusers.strategy fusers.passes.linear fusers.passes.norm fusers.passes.lerp fusers.passes.attention fusers.passes.matmul
 fusers.passes.transformer fusers.passes.custom fusers.passes fusers.registry fusers.lints fusers.report fusers.find fusers
