@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -57,3 +58,17 @@ def test_a_budget_is_that_of_all_before_it_too(tmp_path, monkeypatch):
     assert asked == [(60.0, "none", ""), (240.0, "none", "60 ")]
     assert [one["seconds"] for one in told.values()] == [60.0, 300.0]
     assert (tmp_path / "b").read_text() == "60 240 "
+
+
+def test_choices_are_set_back_and_nothing_else_is(tmp_path, monkeypatch):
+    """Mosaic sets a variable when it is first imported; without it no kernel of its own compiles."""
+    monkeypatch.setenv("FUSIONLAB_PLAN_FILE", "mine.json")
+    monkeypatch.delenv("FUSIONLAB_TABLES", raising=False)
+    monkeypatch.delenv("SET_MEANWHILE", raising=False)
+    with bench._choices(tmp_path / "plan.json", tables=False):
+        assert os.environ["FUSIONLAB_PLAN_FILE"] == str(tmp_path / "plan.json")
+        assert os.environ["FUSIONLAB_TABLES"] == "none"
+        monkeypatch.setenv("SET_MEANWHILE", "1")
+    assert os.environ["FUSIONLAB_PLAN_FILE"] == "mine.json"
+    assert "FUSIONLAB_TABLES" not in os.environ
+    assert os.environ["SET_MEANWHILE"] == "1"
