@@ -40,7 +40,7 @@ def compiled(fn: Callable, *args: Any, **options: Any) -> Callable[[], Any]:
 def compiled_at_once(
     programs: Mapping[str, tuple[Callable, Sequence[Any]]], failures: MutableMapping[str, str] | None = None
 ) -> dict[str, Callable[[], Any]]:
-    """Programs on their arguments, compiled side by side, after the first.
+    """Programs on their arguments, compiled side by side, after the first; what is jitted already is compiled with its own options.
 
     XLA times several kernels for each product it finds, and its choice varies from one compilation to the next; what it has chosen for a
     product it takes again in the same process. So the others run the first one's choices, wherever they leave a product to XLA.
@@ -57,7 +57,8 @@ def compiled_at_once(
 
     lowered: dict[str, Any] = {}
     for name, (fn, args) in programs.items():
-        if (one := attempted(name, functools.partial(lambda fn, args: jax.jit(fn).lower(*args), fn, args))) is not None:
+        jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
+        if (one := attempted(name, functools.partial(jitted.lower, *args))) is not None:
             lowered[name] = one
     first, *others = lowered or [None]
     if first is None:

@@ -9,7 +9,8 @@ attention_cpu.py is run.
 What is measured:
   attention  forward and backward of one attention: jax.jit of plain code, the same through fusionlab.fuse, each implementation by name,
              jax.nn.dot_product_attention by cuDNN, and torch's scaled_dot_product_attention; at head sizes 64, 80, 96, 128, 160, 256;
-             and the time of each kernel of fusionlab.fuse
+             and the time of each kernel of fusionlab.fuse; "in a graph" is compiled so that XLA makes CUDA graphs of fewer than five
+             kernels too
   encoder    a training step of two layers of flax's own attention (flax.linen), at dropout 0 and 0.1; its softmax in float32 too, and
              its parameters in bfloat16 (there beside torch's layer, at both rates): by attention alone, as FusionLab comes, and with
              the norms too
@@ -50,6 +51,7 @@ from ..measuring import (
 )
 from . import attention_cpu
 
+IN_A_GRAPH = {"xla_gpu_graph_min_graph_size": 1}  # XLA's default is five kernels in a row
 NAMED = {"cuda": ("cuda", "cudnn"), "cpu": ("xla_blockwise",)}
 
 
@@ -160,6 +162,8 @@ def operands(shape: Shape) -> tuple[Any, ...]:
 
 
 def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
+    import jax
+
     import fusionlab as fl
     from fusionlab.device import Device
 
@@ -174,6 +178,10 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
     rivals |= {f"op by {name}": step_of(functools.partial(by_name, name, shape)) for name in NAMED[device.platform]}
     if device.platform == "cuda":
         rivals["jax.nn cudnn"] = step_of(functools.partial(through_jax_nn, shape))
+        rivals |= {
+            f"{name}, in a graph": jax.jit(rivals[name], compiler_options=IN_A_GRAPH)
+            for name in ("fusionlab", "jax.nn cudnn")
+        }
     left_out = {name: why for name, f in rivals.items() if (why := refusal(f, args))}
     programs = compiled_at_once({name: (f, args) for name, f in rivals.items() if name not in left_out}, left_out)
     reference = programs["jax.jit"]()
@@ -187,7 +195,8 @@ def attention(shape: Shape, samples: int, torch: bool) -> dict[str, Any]:
         found["torch"] = attempt(left_out, "torch sdpa", lambda: torch_attention(shape, samples)) or {}
         torch_forgotten()
     for one in found.get("torch", {}).values():
-        found["fusionlab"]["over torch"] = ratio_to("torch", one["samples_s"], found["fusionlab"]["samples_s"])
+        for name in found.keys() & {"fusionlab", "fusionlab, in a graph"}:
+            found[name]["over torch"] = ratio_to("torch", one["samples_s"], found[name]["samples_s"])
     return found
 
 

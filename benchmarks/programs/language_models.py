@@ -9,13 +9,15 @@ of 128256. Parameters are not donated.
 `jax.jit` is the plain program; `by hand` has cuDNN's attention through `jax.nn` in it; the programs that begin with `expert` have a chunked
 loss as well, or a policy that keeps the results of products with weights, or both, or tokamax's attention where it is installed.
 `grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`, of scanned layers also with
-`edits="stacked_scan"`, which writes them out. `torch.compile` is the same model with torch's own attention (`torch.utils.checkpoint`
+`edits="stacked_scan"`, which writes them out. Names that end with `options` are the same programs, compiled with two options of XLA that
+`fl.advise` tries (`OPTIONS` in language_rows.py). `torch.compile` is the same model with torch's own attention (`torch.utils.checkpoint`
 around each layer where JAX has checkpoints), timed apart from the others' turns.
 
 For each: device time, tokens a second, the share of the card's peak (MFU: operations by the usual counting, which is `model_flop`, over
 the rate of dense bfloat16 products in the maker's data sheet), what the compiled program allocates (of torch: what was allocated at most),
 and how far loss and gradients are from jax.jit's. The floor of the products is their operations, of attention's half, at the rate of one
-large product, measured here. The expert is the fastest of `by hand` and those after it.
+large product, measured here. The expert is the fastest of `by hand` and those after it, without options; programs with options
+are held to the fastest of all.
 
 `--compile` times compiling instead (language_compile.py), `--largest` finds the largest batch that fits instead (language_largest.py). Both
 add to the record that `-o` names, if it is one of the same machine and versions; so does a run with other cases. What fails is a line of
@@ -55,7 +57,18 @@ from ..measuring import (
 )
 from . import language_compile, language_largest
 from .language_expert import BY_HAND, PLAIN, experts
-from .language_rows import EDITED, FUSED, FUSED_GRAD, GRAD_OF_FUSED, TORCH, complete, lines, peak_of
+from .language_rows import (
+    EDITED,
+    FUSED,
+    FUSED_GRAD,
+    GRAD_OF_FUSED,
+    OPTIONS,
+    TORCH,
+    WITH_OPTIONS,
+    complete,
+    lines,
+    peak_of,
+)
 from .language_steps import CASES, GPT2, TINY, Llama, tokens_of
 
 CALLS = 4
@@ -78,13 +91,13 @@ def programs(case: Llama | GPT2) -> dict[str, Callable[..., Any]]:
 
     plain = case.loss(PLAIN)
     by_hand = {"by hand": BY_HAND} | experts(case.vocabulary)
-    return {
-        "jax.jit": jax.value_and_grad(plain),
-        GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain)),
+    made = {
         FUSED_GRAD: fl.fuse(jax.value_and_grad(plain)),
         **({EDITED: fl.fuse(jax.value_and_grad(plain), edits="stacked_scan")} if is_scanned(case) else {}),
         **{name: jax.value_and_grad(case.loss(written)) for name, written in by_hand.items()},
     }
+    first = {"jax.jit": jax.value_and_grad(plain), GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain))}
+    return first | made | {name + WITH_OPTIONS: jax.jit(fn, compiler_options=OPTIONS) for name, fn in made.items()}
 
 
 def is_scanned(case: Llama | GPT2) -> bool:

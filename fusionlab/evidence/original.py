@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,18 +119,21 @@ class Original:
         """The sums of the program, which pick tolerances."""
         return sums_of(self.forward.jaxpr, jax.default_backend())
 
-    def forward_of(self, version: Bound, name: str = "after") -> Program:
-        """Another version of it, compiled.
+    def forward_of(self, version: Bound, name: str = "after", options: Mapping[str, Any] | None = None) -> Program:
+        """Another version of it, compiled, with further options of the compiler.
 
         Raises:
           ArgumentError: its outputs differ in structure, shape or dtype.
         """
-        program = self._forward_of(version, name)
+        program = self._forward_of(version, name, options)
         check_same_outputs(self.forward.outputs, program.outputs)
         return program
 
-    def _forward_of(self, version: Bound, name: str) -> Program:
-        options = {"name": name, "donate_argnums": self.donated, "compiling": compiling(self.call), "assigned": True}
+    def _forward_of(self, version: Bound, name: str, more: Mapping[str, Any] | None = None) -> Program:
+        given = dict(compiling(self.call))
+        if more:
+            given["compiler_options"] = {**(given.get("compiler_options") or {}), **more}
+        options = {"name": name, "donate_argnums": self.donated, "compiling": given, "assigned": True}
         return compile_program(version.fn, version.args, version.kwargs, said=self._said(name, 0), **options)
 
     def backward_of(self, version: Bound, name: str = "after") -> Program:

@@ -1,4 +1,4 @@
-"""The verb `advise`: edits of a program that no fusion makes, each tried."""
+"""The verb `advise`: edits of a program that no fusion makes, and options of the compiler, each tried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..device import Device
 from ..evidence.advice.tried import Advice, try_lints
 from ..evidence.instruments.timing import check_effort
-from ..fusers.lints.rules import lints_of
+from ..fusers.lints.rules import every_lint
 from ..graph.program.trace import bind_users
 from ..progress import Cancel, Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
@@ -27,7 +27,8 @@ def advise(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Advice:
-    """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more than a tenth of its time.
+    """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more than a tenth of its time; on a CUDA
+    device also some options of XLA's compiler, of which those are advised that save more than a hundredth.
 
     The edit is made in the traced program, so no source is changed. Original and edited program run in turns, each edit by itself.
 
@@ -55,4 +56,4 @@ def advise(
         stages("tracing")
         graph = lab.trace(fn, *args, **static, **kwargs)
         call = bind_users(fn, args, kwargs, **static)
-        return try_lints(graph, call, lints_of(graph, Device.current()), samples, budget_s, stages)
+        return try_lints(graph, call, every_lint(graph, Device.current()), samples, budget_s, stages)

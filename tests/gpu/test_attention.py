@@ -156,6 +156,29 @@ def test_no_transpose_is_added_in_either_layout(implementation, layout):
     assert not big, big
 
 
+@pytest.mark.parametrize("options", [{}, {"xla_gpu_graph_min_graph_size": 1}], ids=["launched", "in a graph"])
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_gradients_of_hidden_keys_are_zero_whatever_the_memory_held(layout, options):
+    """cuDNN leaves them unwritten, and XLA's zeros from before the call are not in its CUDA graphs."""
+    rng = np.random.default_rng(0)
+    q, k, v, ct = (jnp.asarray(rng.standard_normal((4, 256, 256, 64)), jnp.bfloat16) for _ in range(4))
+    mask = (jnp.arange(256) < jnp.asarray([256, 31, 128, 200])[:, None])[:, None, None, :]
+
+    def step(q, k, v, ct, mask):
+        attend = functools.partial(dot_product_attention, mask=mask, layout=layout, implementation="cudnn")
+        return jax.vjp(attend, q, k, v)[1](ct)
+
+    compiled = jax.jit(step).lower(q, k, v, ct, mask).compile(compiler_options=options)
+    for _ in range(3):
+        held = [jnp.full((1 << 25,), jnp.nan, jnp.bfloat16).block_until_ready() for _ in range(16)]
+        del held  # what is allocated next lies there
+        for grad in compiled(q, k, v, ct, mask)[1:]:
+            by_key = np.asarray(grad, np.float32).swapaxes(1, layout.index("T"))
+            for row, length in zip(by_key, (256, 31, 128, 200), strict=True):
+                assert not row[length:].any()
+                assert np.isfinite(row).all()
+
+
 def test_it_runs_in_a_scan_a_vmap_and_a_remat():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((3, 2, 65, 2, 32)), jnp.bfloat16) for _ in range(3))

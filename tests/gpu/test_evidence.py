@@ -104,3 +104,15 @@ def test_the_peak_of_the_memory_is_that_of_the_device():
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
     done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_options_of_the_compiler_are_tried_with_the_same_results():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0].astype(jnp.float32) ** 2)
+
+    w, x = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) / 16 for i, s in enumerate([(4, 256, 256)] * 2))
+    found = fl.advise(fl.fuse(jax.value_and_grad(loss)), w, x[0], samples=4, budget_s=5.0)
+    tried = {t.lint.rule: t for t in found.tried}
+    assert {"xla_gpu_enable_triton_gemm", "xla_gpu_graph_min_graph_size"} <= set(tried)
+    assert not any(t.differing for t in found.tried)
+    assert all(t.timing.verdict is not None for t in found.tried)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from fusionlab.errors import OutOfMemoryError, TraceError
+from fusionlab.fusers.lints.compiler_options import LEAST_BY_OPTION
 from fusionlab.fusers.lints.lint import LEAST, Lint
 from fusionlab.graph.calls.binding import Bound
 from fusionlab.graph.program.graph import Graph
@@ -26,6 +27,9 @@ from ..instruments.record import hardware
 from ..instruments.timing import Timing, Verdict, seconds, time_programs
 from ..original import Original
 from ..units import binary_bytes
+
+_UNKNOWN = "No such compile option"  # XLA's message
+_IN_WORDS = {LEAST: "a tenth", LEAST_BY_OPTION: "a hundredth"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,8 +56,8 @@ class TriedLint(Shown):
 
     @property
     def helps(self) -> bool:
-        """Whether it is advised: the results are the same, and the whole interval lies above a tenth."""
-        return not self.differing and self.timing.verdict == Verdict.FASTER and self.saves[0] > LEAST
+        """Whether it is advised: the results are the same, and the whole interval lies above what it has to save, a tenth for an edit."""
+        return not self.differing and self.timing.verdict == Verdict.FASTER and self.saves[0] > self.lint.least
 
     @property
     def cost(self) -> str:
@@ -71,7 +75,12 @@ class TriedLint(Shown):
             share = f"{1 - 1 / self.timing.ratio:.0%} of the {self.timing.what} [{low:.0%}, {high:.0%}]"
             lines = [f"{self.lint.id}{where} costs {share}", f"edit: {self.lint.edit}", self.timing.text, self.cost]
             return "\n  ".join(lines)
-        why = str(self.timing.verdict) if self.saves[0] > LEAST else "it does not clearly save a tenth"
+        least = self.lint.least
+        why = (
+            str(self.timing.verdict)
+            if self.saves[0] > least
+            else f"it does not clearly save {_IN_WORDS.get(least, least)}"
+        )
         why = f"{', '.join(self.differing)} differ" if self.differing else why
         return f"{self.lint.id}{where}: no advice, {why}; {self.timing.text}; {self.cost}"
 
@@ -104,7 +113,7 @@ class Advice(Shown):
 
     @property
     def given(self) -> tuple[TriedLint, ...]:
-        """Those whose edit saves more than a tenth of the time."""
+        """Those whose edit saves more than a tenth of the time, or whose option more than a hundredth."""
         return tuple(t for t in self.tried if t.helps)
 
     def __str__(self) -> str:
@@ -112,6 +121,8 @@ class Advice(Shown):
             return f"{self.name}: no lint, so nothing was tried"
         n = len(self.tried)
         rule = f"an edit has to save more than {LEAST:.0%} of the time"
+        if any(t.lint.options for t in self.tried):
+            rule += f", an option of the compiler {LEAST_BY_OPTION:.0%}"
         head = f"{self.name}: {n} {plural('lint', n)} tried, {len(self.given)} advised ({rule})"
         ordered = sorted(self.tried, key=lambda t: not t.helps)
         return "\n".join([head, *("  " + str(t).replace("\n", "\n  ") for t in ordered), f"  on {self.hardware}"])
@@ -135,18 +146,33 @@ def try_lints(
         for k, lint in enumerate(lints, 1):
             stages.check(lint.id)
             original.stages = stages.inside(f"lint {k} of {len(lints)}")
-            tried.append(_tried(original, graph, lint, samples, budget_s / len(lints)))
+            with contextlib.suppress(_UnknownOptionError):
+                tried.append(_tried(original, graph, lint, samples, budget_s / len(lints)))
     return Advice(graph.name, tuple(tried), hardware())
 
 
+class _UnknownOptionError(Exception):
+    """The compiler does not know an option, which belongs to another version of it."""
+
+
 def _tried(original: Original, graph: Graph, lint: Lint, samples: int, budget_s: float) -> TriedLint:
-    before, after = original.forward, original.forward_of(replace(original.call, fn=_called_like(graph, lint.edited())))
+    before, after = original.forward, _with_edit(original, graph, lint)
     memory = memory_of(before, after)
     original.stages("comparing results")
     differing = _differing(original, after)
     told = original.stages
     effort = {"samples": samples, "budget_s": budget_s, "progress": told.progress, "cancel": told.cancel}
     return TriedLint(lint, time_programs(original.names[0], before, after, **effort), memory, differing)
+
+
+def _with_edit(original: Original, graph: Graph, lint: Lint) -> Program:
+    version = replace(original.call, fn=_called_like(graph, lint.edited()))
+    try:
+        return original.forward_of(version, options=lint.options)
+    except jax.errors.JaxRuntimeError as error:
+        if lint.options and _UNKNOWN in str(error):
+            raise _UnknownOptionError from error
+        raise
 
 
 def _called_like(graph: Graph, closed: Any) -> Callable[..., Any]:

@@ -1,9 +1,10 @@
-"""A lint: a place in a program that an edit of its source may make faster, with the program as it is after the edit."""
+"""A lint: a place in a program that an edit of its source, or an option of the compiler, may make faster, with the program as it is after
+the edit."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -31,9 +32,11 @@ class Lint(Shown):
       sentence: the particulars.
       edit: the edit of the source.
       node_ids: the nodes that the edit changes.
-      share: what the edit may save of the program's time by the roofline, between 0 and 1.
+      share: what the edit may save of the program's time by the roofline, between 0 and 1; None where that gives no estimate.
       source: the user's line of the first of them.
       edited: makes the program with the edit made, a closed jaxpr (opaque to readers).
+      options: what the compiler is given for it, as `jax.jit(..., compiler_options=)` takes it.
+      least: the share of the time that it has to save to be advised.
     """
 
     _told = ("id", "share", "sentence", "edit", "source")
@@ -43,9 +46,11 @@ class Lint(Shown):
     sentence: str
     edit: str
     node_ids: frozenset[int]
-    share: float
+    share: float | None
     source: Source | None
     edited: Callable[[], Any] = field(repr=False)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    least: float = LEAST
 
     @property
     def scope(self) -> str:
@@ -98,10 +103,15 @@ class Program:
 class Rule(Protocol):
     """What proposes lints of one kind."""
 
-    name: str
-    """The first part of the ids of its lints."""
-    text: str
-    """What it looks for, in a sentence."""
+    @property
+    def name(self) -> str:
+        """The first part of the ids of its lints."""
+        ...
+
+    @property
+    def text(self) -> str:
+        """What it looks for, in a sentence."""
+        ...
 
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
         """Its lints that may save more than `least` of the program's time, in program order, with ids that lack the ordinal."""

@@ -1,4 +1,4 @@
-"""All rules, in the order in which their lints are listed, and a program with their edits made."""
+"""All rules, in the order in which their lints are listed, the compiler's options, which are only tried, and a program with edits made."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ from ...device import Device
 from ...errors import ArgumentError, unknown_name
 from ...graph.program.graph import Graph
 from ...graph.program.trace import block_of_jaxpr
+from .compiler_options import OPTIONS
 from .lint import Lint, Program, Rule
 from .stacked_scans import StackedScans
 
 RULES: tuple[Rule, ...] = (StackedScans(),)
 
 
-def lints_of(graph: Graph, device: Device) -> tuple[Lint, ...]:
+def lints_of(graph: Graph, device: Device, rules: Iterable[Rule] = RULES) -> tuple[Lint, ...]:
     """The candidates for advice in a program, for a device; none at symbolic sizes, which have no cost."""
     if graph.numbered is not None:
         return ()
     program, counted, found = Program(graph, device), {}, []
-    for lint in (lint for rule in RULES for lint in rule.lints(program)):
+    for lint in (lint for rule in rules for lint in rule.lints(program)):
         counted[lint.id] = counted.get(lint.id, 0) + 1
         found.append(replace(lint, id=f"{lint.id}#{counted[lint.id]}"))
     return tuple(found)
+
+
+def every_lint(graph: Graph, device: Device) -> tuple[Lint, ...]:
+    """Those of `lints_of`, and the options of the compiler for this program."""
+    return lints_of(graph, device, (*RULES, *OPTIONS))
 
 
 def rule_names(given: Iterable[str] | str) -> frozenset[str]:

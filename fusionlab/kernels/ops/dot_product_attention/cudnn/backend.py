@@ -205,6 +205,8 @@ def cotangent(
         kept = statistics.reshape(-1, *statistics.shape[-2:])
         grads = cudnn_call.backward(qkv, hidden, lengths, form, kept, out, d_out)
         known: dict[str, Array] = dict(zip(_QKV, grads, strict=True))
+        if lengths is not None:
+            known |= {n: _cut(known[n], lengths[1], form) for n in ("key", "value")}
         return [known[n].reshape(saved[n].shape) for n in wanted]
 
     return _by_mask(saved, form, by_cudnn, lambda: cuda.cotangent(saved, ct, wanted, shardings, form))
@@ -228,6 +230,13 @@ def _by_mask(
     of_keys = jnp.broadcast_to(lengths, q.batch).reshape(-1)
     of_queries = jnp.full_like(of_keys, q.length)
     return lax.cond(jnp.all(is_prefix & (lengths > 0)), lambda: by_cudnn((of_queries, of_keys), None), by_cuda)
+
+
+def _cut(grad: Array, of_keys: Array, form: Settings) -> Array:
+    """A gradient of keys or values with zeros beyond the lengths: cuDNN writes nothing there, and XLA's zeros from before the call are left
+    out of CUDA graphs (openxla/xla#46500) and of versions until June 2026 (openxla/xla#44867)."""
+    position = lax.broadcasted_iota(np.int32, grad.shape, form.layout.index("T"))
+    return jnp.where(position < of_keys.reshape(-1, 1, 1, 1), grad, jnp.zeros((), grad.dtype))
 
 
 def _all_see(mask: Array, queries: int, is_causal: bool) -> Array:
