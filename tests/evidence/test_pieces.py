@@ -144,6 +144,17 @@ def test_values_and_gradients_are_those_of_one_piece(name):
         np.testing.assert_array_equal(mixed, got)
 
 
+@pytest.mark.parametrize("name", ["scanned", "a train step"])
+def test_values_alone_are_compiled_ahead_too(name):
+    fn, args = PROGRAMS[name]
+    promoted = promote(fn, *args, cut=at_most(SINGLE))
+    promoted.compile_ahead(2)
+    programs = len(promoted._runs._compiled)
+    values = promoted.values(*args)
+    assert programs == len(promoted._runs._compiled) > 1
+    jax.tree.map(np.testing.assert_array_equal, values, promote(fn, *args, cut=at_most(SINGLE)).values(*args))
+
+
 def layers_of(n, rows=16):
     def fn(x, layers):
         for up, down in layers:

@@ -124,7 +124,7 @@ class Promoted:
             flat = [jax.ShapeDtypeStruct(a.shape, wide_dtype(a.dtype)) for a in self._in_avals]
             if cotangent is None:
                 self._runs.compile_ahead(
-                    lambda vals: self._runs.forward(self.program, list(map(plain, vals))), threads, flat
+                    lambda vals: self._runs.forward(self.program, list(map(plain, vals)))[0], threads, flat
                 )
             else:
                 self._runs.compile_ahead(lambda vals: self._run(vals, wide, chosen), threads, flat)
