@@ -47,7 +47,6 @@ def compiled_at_once(
 
     `failures`: a program that does not compile is left out, with its error here; without it the error is raised.
     """
-    import jax
 
     def attempted(name: str, work: Callable[[], Any]) -> Any:
         return work() if failures is None else attempt(failures, name, work)
@@ -57,8 +56,7 @@ def compiled_at_once(
 
     lowered: dict[str, Any] = {}
     for name, (fn, args) in programs.items():
-        jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
-        if (one := attempted(name, functools.partial(jitted.lower, *args))) is not None:
+        if (one := attempted(name, functools.partial(jitted(fn).lower, *args))) is not None:
             lowered[name] = one
     first, *others = lowered or [None]
     if first is None:
@@ -67,6 +65,13 @@ def compiled_at_once(
     with ThreadPoolExecutor() as pool:
         made |= zip(others, pool.map(compile_, others), strict=True)
     return {name: functools.partial(p, *programs[name][1]) for name, p in made.items() if p is not None}
+
+
+def jitted(fn: Callable) -> Any:
+    """Under `jax.jit`, unless it is already."""
+    import jax
+
+    return fn if hasattr(fn, "lower") else jax.jit(fn)
 
 
 def attempt(failures: MutableMapping[str, str], name: str, work: Callable[[], Any]) -> Any:
@@ -97,12 +102,10 @@ def compiled_side_by_side(lowered: Mapping[str, Any]) -> dict[str, Any]:
 
 def refusal(fn: Callable, args: Sequence[Any]) -> str | None:
     """Why a rival does not take these sizes or dtypes, in its own words; None where it does."""
-    import jax
-
     from fusionlab.errors import BackendError
 
     try:
-        jax.jit(fn).lower(*args)
+        jitted(fn).lower(*args)
     except (BackendError, NotImplementedError, ValueError) as e:
         return str(e).partition("\n")[0]
     return None

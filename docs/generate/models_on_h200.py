@@ -68,6 +68,30 @@ GPT2 = replace(
     case="gpt2",
 )
 
+WITH_OPTIONS = replace(
+    LANGUAGE_MODELS,
+    title="Loss and gradients of language models, with options of XLA",
+    about="In bfloat16; device time; models and programs are as in the tables above. The options, both of which `fl.advise` tries, are "
+    "`xla_gpu_enable_triton_gemm=False` and `xla_gpu_enable_dus_accumulator_zero_init_elimination=True`. A dash: there is no scan.",
+    columns=(
+        Column("by hand", ("by hand",)),
+        Column("with the options", ("by hand, options",)),
+        Column("torch.compile", ("torch.compile",)),
+        Column("the step fused", ("fused grad",)),
+        Column("with the options", ("fused grad, options",)),
+        Column("with the edit and the options", ("fused grad, edits, options",)),
+    ),
+    rows=[
+        Row("Llama-like, layers in a scan", ("cases", "llama scan")),
+        Row("the same with jax.checkpoint", ("cases", "llama checkpoint")),
+        Row("the same, unrolled", ("cases", "llama unrolled")),
+        Row("GPT-2 124M", ("cases", "gpt2")),
+    ],
+    after="Products in a scan without checkpoints are slower with them: XLA then lets each write into the stack, and measures no kernels "
+    "for such a product.",
+    case="gpt2",
+)
+
 CROSS_ENTROPY = Measured(
     "The head of a language model and its loss, forward and backward",
     "h200",
@@ -160,6 +184,7 @@ TABLES = (
     UNROLLED,
     LARGE_VOCABULARY,
     GPT2,
+    WITH_OPTIONS,
     CROSS_ENTROPY,
     LARGER_VOCABULARIES,
     TWO_CARDS,

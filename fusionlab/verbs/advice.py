@@ -30,7 +30,8 @@ def advise(
     """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more than a tenth of its time; on a CUDA
     device also some options of XLA's compiler, of which those are advised that save more than a hundredth.
 
-    The edit is made in the traced program, so no source is changed. Original and edited program run in turns, each edit by itself.
+    The edit is made in the traced program, so no source is changed. Original and edited program run in turns, each edit by itself;
+    options that are advised are tried together as well.
 
     Args:
       fn: the function, such as a train step; one that `fuse` returned is advised as it is fused.

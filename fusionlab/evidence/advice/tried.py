@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from fusionlab.errors import OutOfMemoryError, TraceError
-from fusionlab.fusers.lints.compiler_options import LEAST_BY_OPTION
+from fusionlab.fusers.lints.compiler_options import LEAST_BY_OPTION, together
 from fusionlab.fusers.lints.lint import LEAST, Lint
 from fusionlab.graph.calls.binding import Bound
 from fusionlab.graph.program.graph import Graph
@@ -131,7 +131,7 @@ class Advice(Shown):
 def try_lints(
     graph: Graph, call: Bound, lints: Sequence[Lint], samples: int, budget_s: float, stages: Stages
 ) -> Advice:
-    """Measures each lint of a program by itself.
+    """Measures each lint of a program by itself, then the options that help together.
 
     Args:
       graph: the program, in which the lints were found; call: its function, with the arrays to run on.
@@ -142,12 +142,18 @@ def try_lints(
         too little memory for the original.
     """
     original, tried = Original(call, (), None, False, stages), []
+
+    def try_one(lint: Lint, which: str) -> None:
+        stages.check(lint.id)
+        original.stages = stages.inside(which)
+        with contextlib.suppress(_UnknownOptionError):
+            tried.append(_tried(original, graph, lint, samples, budget_s / len(lints)))
+
     with contextlib.suppress(Stopped):
         for k, lint in enumerate(lints, 1):
-            stages.check(lint.id)
-            original.stages = stages.inside(f"lint {k} of {len(lints)}")
-            with contextlib.suppress(_UnknownOptionError):
-                tried.append(_tried(original, graph, lint, samples, budget_s / len(lints)))
+            try_one(lint, f"lint {k} of {len(lints)}")
+        if len(helping := [t.lint for t in tried if t.lint.options and t.helps]) > 1:
+            try_one(together(helping), "options together")
     return Advice(graph.name, tuple(tried), hardware())
 
 

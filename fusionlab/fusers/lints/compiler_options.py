@@ -7,7 +7,7 @@ left out.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from ...graph.rewriting.rewrite import to_jaxpr
 from .lint import LEAST, Lint, Program
 
 LEAST_BY_OPTION = 0.01  # of the time: an option changes no source
+_DENSE = 8.0  # operations for a byte moved: more than of any sequence of operations by element, less than of a product of 32 x 32
 _SHORT = 8e9  # bytes that a copy moves in the time of a program whose launches may count, about 2 ms on an H100
 
 
@@ -40,15 +41,29 @@ class CompilerOption:
         """Its lint, whatever it may save."""
         nodes = self.concerns(program) if program.device.platform == "cuda" else []
         if nodes:
-            options: Mapping[str, Any] = {self.name: self.value}
-            edit = f"jax.jit(..., compiler_options={options})"
-            edited = functools.partial(to_jaxpr, program.graph)
             ids = frozenset(n.id for n in nodes)
-            yield Lint(f"{self.name}@", self.name, self.text, edit, ids, None, None, edited, options, LEAST_BY_OPTION)
+            edited = functools.partial(to_jaxpr, program.graph)
+            yield _lint(f"{self.name}@", self.name, self.text, ids, edited, {self.name: self.value})
+
+
+def together(lints: Sequence[Lint]) -> Lint:
+    """The options of several lints of a program as one."""
+    ids = frozenset().union(*(lint.node_ids for lint in lints))
+    options = {name: value for lint in lints for name, value in lint.options.items()}
+    return _lint("compiler_options@#1", "compiler_options", "these options together", ids, lints[0].edited, options)
+
+
+def _lint(
+    ident: str, rule: str, text: str, ids: frozenset[int], edited: Callable[[], Any], options: Mapping[str, Any]
+) -> Lint:
+    edit = f"jax.jit(..., compiler_options={dict(options)})"
+    return Lint(ident, rule, text, edit, ids, None, None, edited, options, LEAST_BY_OPTION)
 
 
 def _products(program: Program) -> list[Node]:
-    return [n for block in program.graph.blocks() for n in block.nodes if n.primitive == "dot_general"]
+    """Products of matrices, also those in a fused op."""
+    each = program.costs.each
+    return [n for b in program.graph.blocks() for n in b.nodes if n.id in each and each[n.id].intensity > _DENSE]
 
 
 def _stacks(program: Program) -> list[Node]:
