@@ -73,7 +73,8 @@ class TriedLint(Shown):
         if self.helps:
             low, high = self.saves
             share = f"{1 - 1 / self.timing.ratio:.0%} of the {self.timing.what} [{low:.0%}, {high:.0%}]"
-            lines = [f"{self.lint.id}{where} costs {share}", f"edit: {self.lint.edit}", self.timing.text, self.cost]
+            verb = "saves" if self.lint.options else "costs"
+            lines = [f"{self.lint.id}{where} {verb} {share}", f"edit: {self.lint.edit}", self.timing.text, self.cost]
             return "\n  ".join(lines)
         least = self.lint.least
         why = (

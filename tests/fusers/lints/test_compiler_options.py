@@ -87,6 +87,7 @@ def test_options_that_help_are_tried_together(monkeypatch):
     *single, both = found.tried
     assert [t.lint.id for t in single] == [lint.id for lint in known]
     assert both.lint.options == {PRODUCTS: False, GRAPHS: 1}
+    assert str(both).startswith("compiler_options@#1 saves ")
     assert both.lint.edit == f"jax.jit(..., compiler_options={both.lint.options})"
     monkeypatch.setattr(TriedLint, "helps", property(lambda self: self.lint.rule == PRODUCTS))
     assert len(try_lints(graph, bind_users(stacked, args, {}), known, 2, 1.0, Stages()).tried) == len(known)
