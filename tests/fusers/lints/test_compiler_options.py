@@ -82,7 +82,7 @@ def test_options_that_help_are_tried_together(monkeypatch):
     args = jnp.ones((4, 64, 64)), jnp.ones((64, 64))
     graph = fl.trace(stacked, *args)
     known = every_lint(graph, H200)
-    monkeypatch.setattr(TriedLint, "helps", property(lambda self: self.lint.rule in (PRODUCTS, GRAPHS)))
+    monkeypatch.setattr(TriedLint, "helps", property(lambda self: self.lint.rule in (PRODUCTS, GRAPHS, "compiler_options")))
     found = try_lints(graph, bind_users(stacked, args, {}), known, 2, 1.0, Stages())
     *single, both = found.tried
     assert [t.lint.id for t in single] == [lint.id for lint in known]
