@@ -2,8 +2,9 @@
 
     python -m benchmarks linear_cross_entropy [--json] [-o FILE] [--quick] [--only TEXT]
 
-`jax.jit` is `mean(logsumexp(x @ w) - picked)` with logits of the same dtype, `fusionlab` the op as it chooses by itself, "N rows" the op
-with as many rows in a chunk: together they are the curve of time against temporaries. `forward` is the loss alone, with its operations
+`jax.jit` is `mean(logsumexp(x @ w) - picked)` with logits of the same dtype, `fusionlab` the op as it chooses by itself, `the step fused`
+is `fl.fuse` of the loss and gradients of the first, and "N rows" the op with as many rows in a chunk: together they are the curve of time
+against temporaries. `forward` is the loss alone, with its operations
 over those of the product: of the compiled program, where XLA counts none for a product that it calls of a library, and of the program
 before it is compiled; a loop's body counts as often as it runs. `torch.compile` has `cross_entropy` of the product, in float32 where the
 logits are; torch rounds the product to bfloat16 first. Errors are those of loss and gradients against the op in float64, in chunks, on the
@@ -43,6 +44,7 @@ from ..measuring import (
 )
 
 CALLS = 4  # in a sample
+STEP_FUSED = "the step fused"
 LONG = 1e13  # operations of a product from which one call is a sample
 
 
@@ -151,14 +153,15 @@ def _error() -> Callable[[Any, Any], Any]:
     return jax.jit(lambda a, t: jnp.linalg.norm((a.astype(t.dtype) - t).ravel()) / jnp.linalg.norm(t.ravel()))
 
 
-def operations(fn: Callable[..., Any], args: tuple[Any, ...], compiled: Any, case: Case) -> dict[str, float]:
-    """Over those of the product: of the compiled program and of the one before. XLA counts a loop's body once; all is multiplied by the
-    trips of the longest loop."""
+def operations(fn: Callable[..., Any], args: tuple[Any, ...], compiled: Any, case: Case) -> dict[str, float | None]:
+    """Over those of the product: of the compiled program and of the one before; None where XLA gives no number. XLA counts a loop's body
+    once; all is multiplied by the trips of the longest loop."""
     import jax
 
     trips = max((int(n) for n in re.findall(r"known_trip_count\D*(\d+)", compiled.as_text())), default=1)
     counts = {"compiled": compiled, "lowered": jax.jit(fn).lower(*args)}
-    return {name: (p.cost_analysis() or {}).get("flops", 0.0) * trips / case.product_flop for name, p in counts.items()}
+    flop = {name: (p.cost_analysis() or {}).get("flops") for name, p in counts.items()}
+    return {name: None if n is None else n * trips / case.product_flop for name, n in flop.items()}
 
 
 def on_a_cpu(running: Mapping[str, Callable[[], Any]], samples: int) -> dict[str, Any]:
@@ -201,8 +204,11 @@ def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> N
     """Adds times, temporaries and errors of each program; of the loss alone the operations, too."""
     import jax
 
+    import fusionlab as fl
+
     args, losses, failures = arguments(case), programs(case), found["failures"]
     steps = {name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()}
+    steps[STEP_FUSED] = (fl.fuse(steps["jax.jit"][0]), args)
     running = compiled_at_once(steps, failures)
     alone = compiled_at_once({name: (losses[name], args) for name in ("jax.jit", "fusionlab")})
     clock = functools.partial(measured, base="jax.jit", calls=case.calls) if on_cuda else on_a_cpu
@@ -234,7 +240,7 @@ def measure_torch(case: Case, found: dict[str, Any], samples: int) -> None:
 
     if (one := attempt(found["failures"], "torch.compile", of_torch)) is not None:
         found["torch.compile"] = one
-        for name in found.keys() & {"fusionlab", *(f"{n} rows" for n in case.chunks)}:
+        for name in found.keys() & {"fusionlab", STEP_FUSED, *(f"{n} rows" for n in case.chunks)}:
             over = ratio_to("torch.compile", one["samples_s"], found[name]["samples_s"])
             found[name]["over torch.compile"] = over
     torch_forgotten()

@@ -10,8 +10,8 @@ of 128256. Parameters are not donated.
 loss as well, or a policy that keeps the results of products with weights, or both, or tokamax's attention where it is installed.
 `grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`, of scanned layers also with
 `edits="stacked_scan"`, which writes them out. Names that end with `options` are the same programs, compiled with two options of XLA that
-`fl.advise` tries (`OPTIONS` in language_rows.py). `torch.compile` is the same model with torch's own attention (`torch.utils.checkpoint`
-around each layer where JAX has checkpoints), timed apart from the others' turns.
+`fl.advise` tries (`OPTIONS` in language_rows.py), those with `no graphs` without CUDA graphs as well. `torch.compile` is the same model
+with torch's own attention (`torch.utils.checkpoint` around each layer where JAX has checkpoints), timed apart from the others' turns.
 
 For each: device time, tokens a second, the share of the card's peak (MFU: operations by the usual counting, which is `model_flop`, over
 the rate of dense bfloat16 products in the maker's data sheet), what the compiled program allocates (of torch: what was allocated at most),
@@ -62,6 +62,7 @@ from .language_rows import (
     FUSED,
     FUSED_GRAD,
     GRAD_OF_FUSED,
+    NO_GRAPHS,
     OPTIONS,
     TORCH,
     WITH_OPTIONS,
@@ -97,7 +98,11 @@ def programs(case: Llama | GPT2) -> dict[str, Callable[..., Any]]:
         **{name: jax.value_and_grad(case.loss(written)) for name, written in by_hand.items()},
     }
     first = {"jax.jit": jax.value_and_grad(plain), GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain))}
-    return first | made | {name + WITH_OPTIONS: jax.jit(fn, compiler_options=OPTIONS) for name, fn in made.items()}
+    options = {WITH_OPTIONS: OPTIONS, NO_GRAPHS: OPTIONS | {"xla_gpu_enable_command_buffer": ""}}
+    compiled = {
+        name + end: jax.jit(fn, compiler_options=given) for end, given in options.items() for name, fn in made.items()
+    }
+    return first | made | compiled
 
 
 def is_scanned(case: Llama | GPT2) -> bool:

@@ -76,6 +76,10 @@ def _all_of_a_short_one(program: Program) -> list[Node]:
     return list(program.graph.top.nodes) if program.at_best < _SHORT else []
 
 
+def _all_of_a_long_one(program: Program) -> list[Node]:
+    return list(program.graph.top.nodes) if program.at_best >= _SHORT else []
+
+
 OPTIONS = (
     CompilerOption(
         "xla_gpu_enable_triton_gemm",
@@ -96,5 +100,12 @@ OPTIONS = (
         "XLA launches fewer than five kernels in a row one by one; as CUDA graphs they start sooner, and what cuDNN's attention writes "
         "is not filled with zeros before",
         _all_of_a_short_one,
+    ),
+    CompilerOption(
+        "xla_gpu_enable_command_buffer",
+        "",
+        "XLA puts kernels into CUDA graphs, which it updates for new arrays; where kernels run longer than they take to be launched, the "
+        "graphs may cost more than they save",
+        _all_of_a_long_one,
     ),
 )

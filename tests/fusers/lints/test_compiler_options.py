@@ -14,7 +14,7 @@ from fusionlab.fusers.lints.rules import every_lint, lints_of, rule_names
 from fusionlab.graph.program.trace import bind_users
 from fusionlab.progress import Stages
 
-PRODUCTS, STACKS, GRAPHS = (option.name for option in OPTIONS)
+PRODUCTS, STACKS, GRAPHS, NO_GRAPHS = (option.name for option in OPTIONS)
 H200 = Device.of("h200")
 
 
@@ -32,7 +32,7 @@ def test_each_option_is_for_programs_that_it_changes_something_for():
     assert set(of(stacked, (4, 64, 64), (64, 64))) == {PRODUCTS, STACKS, GRAPHS}
     assert set(of(lambda w, x: stacked(w, x)[0] * 1, (4, 64, 64), (64, 64))) == {PRODUCTS, STACKS, GRAPHS}
     assert set(of(lambda w, x: jax.lax.scan(lambda x, w: (x * w, None), x, w)[0], (4, 64), (64,))) == {GRAPHS}
-    assert set(of(lambda x, w: x @ w, (32768, 8192), (8192, 32768))) == {PRODUCTS}  # no launch counts there
+    assert set(of(lambda x, w: x @ w, (32768, 8192), (8192, 32768))) == {PRODUCTS, NO_GRAPHS}
     assert set(of(lambda x: jnp.tanh(jnp.sin(x) * jnp.exp(x)).sum(), (4096, 4096))) == {GRAPHS}
     assert not of(stacked, (4, 64, 64), (64, 64), device=Device.of("cpu"))
 
@@ -82,7 +82,9 @@ def test_options_that_help_are_tried_together(monkeypatch):
     args = jnp.ones((4, 64, 64)), jnp.ones((64, 64))
     graph = fl.trace(stacked, *args)
     known = every_lint(graph, H200)
-    monkeypatch.setattr(TriedLint, "helps", property(lambda self: self.lint.rule in (PRODUCTS, GRAPHS, "compiler_options")))
+    monkeypatch.setattr(
+        TriedLint, "helps", property(lambda self: self.lint.rule in (PRODUCTS, GRAPHS, "compiler_options"))
+    )
     found = try_lints(graph, bind_users(stacked, args, {}), known, 2, 1.0, Stages())
     *single, both = found.tried
     assert [t.lint.id for t in single] == [lint.id for lint in known]
