@@ -72,13 +72,15 @@ WITH_OPTIONS = replace(
     LANGUAGE_MODELS,
     title="Loss and gradients of language models, with options of XLA",
     about="In bfloat16; device time; models and programs are as in the tables above. The options, both of which `fl.advise` tries, are "
-    "`xla_gpu_enable_triton_gemm=False` and `xla_gpu_enable_dus_accumulator_zero_init_elimination=True`. A dash: there is no scan.",
+    "`xla_gpu_enable_triton_gemm=False` and `xla_gpu_enable_dus_accumulator_zero_init_elimination=True`; the ratio is of the two columns "
+    "with the options. A dash: there is no scan.",
     columns=(
         Column("by hand", ("by hand",)),
         Column("with the options", ("by hand, options",)),
         Column("torch.compile", ("torch.compile",)),
         Column("the step fused", ("fused grad",)),
         Column("with the options", ("fused grad, options",)),
+        Column("ratio to by hand", ("fused grad, options",), before=("by hand, options",)),
         Column("with the edit and the options", ("fused grad, edits, options",)),
     ),
     rows=[
