@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from dataclasses import dataclass
@@ -95,16 +96,18 @@ class OpenNotebook:
 
     def saved(self) -> Any:
         """The notebook as Jupyter saves it now."""
+        import nbformat
+
         self.page.keyboard.press("Escape")
         before = self.path.stat().st_mtime_ns
         self.page.keyboard.press("Control+s")
         until = time.monotonic() + 30
-        while self.path.stat().st_mtime_ns == before:
+        while True:
             assert time.monotonic() < until, f"{self.path.name} was not saved"
             self.page.wait_for_timeout(50)
-        import nbformat
-
-        return nbformat.read(self.path, as_version=4)
+            if self.path.stat().st_mtime_ns != before:
+                with contextlib.suppress(nbformat.reader.NotJSONError):  # Jupyter is still writing it
+                    return nbformat.read(self.path, as_version=4)
 
 
 def open_in_lab(page: Page, server: Server, path: Path) -> OpenNotebook:
