@@ -14,7 +14,7 @@ from typing import Any
 from fusionlab.commands.demo import mebibytes
 from fusionlab.evidence.instruments.timing import ratio_interval, seconds
 
-from .markdown import ROOT, link_to_file, literal
+from .markdown import ROOT, link_to_file
 
 RESULTS = ROOT / "benchmarks" / "results"
 CARDS = ("h200", "h100", "cpu")
@@ -66,7 +66,7 @@ class Record:
 
     def origin(self, page: Path) -> str:
         """Device, versions, date, command and link, in a line."""
-        command = f"; {literal(self.command)}" if self.command else ""
+        command = f"; `{self.command}`" if self.command else ""
         return f"{self.versions}; measured on {self.time[:10]}{command} ({self.link(page)})."
 
 

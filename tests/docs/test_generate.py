@@ -160,6 +160,8 @@ def test_every_table_has_numbers_in_all_of_its_rows():
         assert set(measured.passes) <= set(fl.passes().names)
         for label, *cells in measured.lines():
             assert "–" not in cells[:3], (measured.title, label)
+        if command := measured.record.command:
+            assert f"`{command}`" in measured.text(ROOT / "docs" / "generated" / "performance" / "page.md")
 
 
 def test_a_benchmark_without_a_record_is_a_lookup_error():

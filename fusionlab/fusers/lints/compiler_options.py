@@ -17,8 +17,8 @@ from ...graph.rewriting.rewrite import to_jaxpr
 from .lint import LEAST, Lint, Program
 
 LEAST_BY_OPTION = 0.01  # of the time: an option changes no source
-_DENSE = 8.0  # operations for a byte moved: more than of any sequence of operations by element, less than of a product of 32 x 32
-_SHORT = 8e9  # bytes that a copy moves in the time of a program whose launches may count, about 2 ms on an H100
+_DENSE = 8.0  # operations for a byte moved: more than of an operation by element or of a norm, less than of a product of 64 x 64
+_SHORT = 8e9  # bytes that a copy moves in the time of a program whose launches may count, about 2 ms on an H200
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -266,6 +267,30 @@ def test_of_the_gradients_only_those_wanted_and_not_the_value_alone(on_hopper):
     assert len(jax.tree.leaves(loss((0, 2)).out_info)) == 2
     with pytest.raises(BackendError, match="the gradient of the value alone"):
         loss(2)
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BNTH"])
+def test_gradients_of_hidden_keys_are_zero_whatever_cudnn_leaves_there(monkeypatch, layout):
+    lengths = jnp.asarray([8, 3, 1])
+    arrays = [jnp.full((3, 8, 8, 4), float(i + 1)) for i in range(3)]
+
+    def of_lengths(given, form, by_cudnn, by_cuda):
+        return by_cudnn((jnp.full_like(lengths, 8), lengths), None)
+
+    monkeypatch.setattr(cudnn, "_by_mask", of_lengths)
+    monkeypatch.setattr(cudnn_call, "backward", lambda qkv, *_: list(qkv))
+    saved = dict(zip(("query", "key", "value"), arrays, strict=True)) | {
+        "out": arrays[0],
+        "logsumexp": jnp.zeros((3, 8, 8)),
+    }
+    wanted = ("query", "key", "value")
+    found = cudnn.cotangent(saved, arrays[0], wanted, {}, types.SimpleNamespace(layout=layout))
+    for name, given, grad in zip(wanted, arrays, found, strict=True):
+        by_key = grad.swapaxes(1, layout.index("T"))
+        for row, length in zip(by_key, (8, 3, 1), strict=True):
+            kept = 8 if name == "query" else length
+            assert (row[:kept] == given[0, 0, 0, 0]).all()
+            assert not row[kept:].any()
 
 
 def test_the_same_bits_every_time_leave_out_its_backward_alone():
