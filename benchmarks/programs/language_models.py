@@ -8,8 +8,9 @@ of 128256. Parameters are not donated.
 
 `jax.jit` is the plain program; `by hand` has cuDNN's attention through `jax.nn` in it; the programs that begin with `expert` have a chunked
 loss as well, or a policy that keeps the results of products with weights, or both, or tokamax's attention where it is installed.
-`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`, of scanned layers also with
-`edits="stacked_scan"`, which writes them out. Names that end with `options` are the same programs, compiled with two options of XLA that
+`grad of fused` is `value_and_grad(fl.fuse(loss))` and `fused grad` is `fl.fuse(value_and_grad(loss))`. With checkpoints, `products kept`
+has `edits="recomputed_products"`, which keeps the results of products; with scanned layers, `edits` has that and `"stacked_scan"`, which
+writes them out. Names that end with `options` are the same programs, compiled with two options of XLA that
 `fl.advise` tries (`OPTIONS` in language_rows.py), those with `no graphs` without CUDA graphs as well. `torch.compile` is the same model
 with torch's own attention (`torch.utils.checkpoint` around each layer where JAX has checkpoints), timed apart from the others' turns.
 
@@ -62,6 +63,7 @@ from .language_rows import (
     FUSED,
     FUSED_GRAD,
     GRAD_OF_FUSED,
+    KEPT,
     NO_GRAPHS,
     OPTIONS,
     TORCH,
@@ -92,9 +94,13 @@ def programs(case: Llama | GPT2) -> dict[str, Callable[..., Any]]:
 
     plain = case.loss(PLAIN)
     by_hand = {"by hand": BY_HAND} | experts(case.vocabulary)
+    edits = {
+        KEPT: ["recomputed_products"] if getattr(case, "form", "") == "checkpoint" else [],
+        EDITED: ["recomputed_products", "stacked_scan"] if is_scanned(case) else [],
+    }
     made = {
         FUSED_GRAD: fl.fuse(jax.value_and_grad(plain)),
-        **({EDITED: fl.fuse(jax.value_and_grad(plain), edits="stacked_scan")} if is_scanned(case) else {}),
+        **{name: fl.fuse(jax.value_and_grad(plain), edits=each) for name, each in edits.items() if each},
         **{name: jax.value_and_grad(case.loss(written)) for name, written in by_hand.items()},
     }
     first = {"jax.jit": jax.value_and_grad(plain), GRAD_OF_FUSED: jax.value_and_grad(fl.fuse(plain))}
@@ -126,7 +132,7 @@ def measure(case: Llama | GPT2, found: dict[str, Any], samples: int) -> None:
         program = running[name].func
         memory = {"peak_bytes": peak_bytes(program), "temporaries_bytes": program.memory_analysis().temp_size_in_bytes}
         found[name] = one | memory | {"difference": apart[name]}
-    for name in found.keys() & {*FUSED, EDITED}:
+    for name in found.keys() & {*FUSED, KEPT, EDITED}:
         found[name]["routes"] = attempt(failures, f"routes of {name}", lambda name=name: routes(made[name], *args))
 
 

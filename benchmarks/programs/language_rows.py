@@ -9,11 +9,13 @@ from ..measuring import ratio_to
 from .language_expert import experts
 from .language_steps import GPT2, Llama
 
-GRAD_OF_FUSED, FUSED_GRAD, EDITED = "grad of fused", "fused grad", "fused grad, edits"
+GRAD_OF_FUSED, FUSED_GRAD = "grad of fused", "fused grad"
+KEPT, EDITED = "fused grad, products kept", "fused grad, edits"
 FUSED = (GRAD_OF_FUSED, FUSED_GRAD)
 WITH_OPTIONS = ", options"  # at the end of a program's name: the same, compiled with `OPTIONS`
 NO_GRAPHS = ", options, no graphs"  # and with `xla_gpu_enable_command_buffer=""`
-JUDGED = (*FUSED, EDITED, *(name + end for name in (FUSED_GRAD, EDITED) for end in (WITH_OPTIONS, NO_GRAPHS)))
+_ENDS = ("", WITH_OPTIONS, NO_GRAPHS)
+JUDGED = (GRAD_OF_FUSED, *(name + end for name in (FUSED_GRAD, KEPT, EDITED) for end in _ENDS))
 # Of XLA's compiler, which `fl.advise` tries: https://github.com/openxla/xla, xla.proto.
 OPTIONS = {
     "xla_gpu_enable_triton_gemm": False,

@@ -166,8 +166,9 @@ def fuse(
       skip: a site id or pass name, or several, to leave as they are; ids that do not occur for some arguments are ignored there.
       only: a site id or pass name, or several, to fuse, and nothing else.
       implementation: None lets each op choose; a name ("xla", "xla_blockwise") runs that one or raises.
-      edits: a rule of the lints, or several ("stacked_scan"), whose edits are made before anything is fused, in place of editing the
-        source: the results are the same, and the program may take longer to compile. `fusionlab.advise` measures what an edit gains.
+      edits: a rule of the lints, or several ("stacked_scan", "recomputed_products"), whose edits are made before anything is fused, in
+        place of editing the source: the results are the same, and the program may take longer to compile or more memory.
+        `fusionlab.advise` measures what an edit gains.
         What describes the original by its nodes (`time_by_scope`, say) describes the program with the edits made.
       check: on concrete calls, run the original too and raise RewriteError if results differ beyond tolerance.
       dump: a folder that receives `NN_<pass>.before/after.txt/.dot/.svg` and `report.json` per pass, when traced.

@@ -17,6 +17,7 @@ from ...showing import Shown
 from ..engine.wording import plain
 
 LEAST = 0.1  # of the program's time: what an edit may save, and what it has to save to be advised
+COPIES = 4  # a part of a scan's stack is read and written on its way in, and on its way out
 # Operations of a large product in the time in which a large copy moves a byte (`measure_peaks`), for devices whose rates were not measured:
 # bfloat16 on an H200 (795 Tflop/s, 4.23 TB/s), float32 on an AMD EPYC with 2 cores (178 Gflop/s, 5.9 GB/s).
 _FLOP_PER_BYTE = {"cuda": 188.0, "cpu": 30.0}

@@ -11,9 +11,10 @@ from ...graph.program.graph import Graph
 from ...graph.program.trace import block_of_jaxpr
 from .compiler_options import OPTIONS
 from .lint import Lint, Program, Rule
+from .recomputed_products import RecomputedProducts
 from .stacked_scans import StackedScans
 
-RULES: tuple[Rule, ...] = (StackedScans(),)
+RULES: tuple[Rule, ...] = (StackedScans(), RecomputedProducts())
 
 
 def lints_of(graph: Graph, device: Device, rules: Iterable[Rule] = RULES) -> tuple[Lint, ...]:

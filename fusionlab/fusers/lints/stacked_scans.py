@@ -17,10 +17,9 @@ from ...graph.jax_compat import scan_counts
 from ...graph.program.ir import Block, Node, values_in
 from ...graph.program.scopes import in_backward
 from ...graph.rewriting.rewrite import with_params
-from .lint import LEAST, Lint, Program
+from .lint import COPIES, LEAST, Lint, Program
 
 MOST_TRIPS = 128  # of a scan that it is reasonable to write out
-_COPIES = 4  # a part of the stack is read and written on its way in, and on its way out
 
 
 class StackedScans:
@@ -41,7 +40,7 @@ class StackedScans:
         length = int(scan.params["length"])
         if not stacked or scan.params["unroll"] == length:
             return
-        copied = _COPIES * stacked * _runs(program, scan)
+        copied = COPIES * stacked * _runs(program, scan)
         share = copied / (program.at_best + copied)
         if share <= least:
             return

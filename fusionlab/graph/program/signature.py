@@ -64,7 +64,7 @@ _dtype_key = functools.cache(str)
 
 def params_signature(node: Node, size: Size = as_it_is) -> tuple[Any, ...]:
     """A hashable form of a node's parameters but jaxprs, rules and shardings."""
-    items = [(k, v) for k, v in node.params.items() if k not in _IGNORED and not _holds_jaxpr(v)]
+    items = [(k, v) for k, v in node.params.items() if k not in _IGNORED and not holds_jaxpr(v)]
     return tuple(sorted((k, _sizes_key(v, size) if k in _SHAPES else _param_key(v)) for k, v in items))
 
 
@@ -94,7 +94,8 @@ def _literal_key(literal: Literal) -> Any:
     return "lit", repr(np.asarray(literal.val).tolist()), str(literal.dtype)
 
 
-def _holds_jaxpr(value: Any) -> bool:
+def holds_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a program, or has programs in it."""
     items = value if isinstance(value, tuple | list) else (value,)
     return any(hasattr(i, "eqns") or hasattr(i, "jaxpr") for i in items)
 
@@ -102,13 +103,20 @@ def _holds_jaxpr(value: Any) -> bool:
 def _param_key(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_param_key(v) for v in value)
-    if isinstance(value, int | float | bool | np.integer | np.floating):
-        return float(value)
+    if isinstance(value, int | float | np.integer | np.floating):
+        return _number_key(value)
     if isinstance(value, type):  # a dtype may be named by its class; another class is none, but an "object"
         with contextlib.suppress(TypeError):
             value = value if np.dtype(value).kind == "O" else np.dtype(value)
     text = str(value)
     return (text, _Itself(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text
+
+
+def _number_key(value: Any) -> Any:
+    """Equal for equal numbers, also of several types, but not for 0.0 and -0.0."""
+    if isinstance(value, int | np.integer):
+        return int(value)
+    return "-0.0" if repr(float(value)) == "-0.0" else float(value)
 
 
 class _Itself:

@@ -97,6 +97,13 @@ def with_params(graph: Graph, changed: Mapping[int, Mapping[str, Any]]) -> Any:
         return _Edited(graph, changed).block(graph.top)
 
 
+@jax_defaults()
+def with_values_kept(graph: Graph, before: Mapping[int, Value]) -> Any:
+    """A closed jaxpr that computes `graph`, in which a value (by id) that was computed before is passed there, not computed again."""
+    with wide_types(types_in(graph.top.jaxpr)):
+        return _Kept(graph, before).block(graph.top)
+
+
 def _emitted(graph: Graph, chosen: Sequence[Replacement], paths: Iterable[str]) -> tuple[Any, dict]:
     """`paths` are further blocks to rewrite, so that their variables have names."""
     with wide_types(types_in(graph.top.jaxpr)):
@@ -137,16 +144,25 @@ class _Emitter:
 
     def _send(self, number: int, part: BackwardPart) -> None:
         """Passes the values that a backward pass needs and its block lacks out of the site's block and those around it."""
-        leave, enter = self.tree.ways(part.site_path, part.block_path)
         for key in part.operands(number):
-            for out, into in zip(leave, enter, strict=True):
-                if isinstance(key, Value):
-                    continue
-                if key not in self.exports.setdefault(out, []):
-                    self.exports[out].append(key)
-                if key not in self.imports.setdefault(into, []):
-                    self.imports[into].append(key)
-                self.way.setdefault((out, key), into)
+            if not isinstance(key, Value):
+                self._pass(key, *self.tree.ways(part.site_path, part.block_path))
+
+    def _pass(self, key: TravelKey, leave: Sequence[str], enter: Sequence[str]) -> None:
+        """Passes a value out of some blocks and into others. A scan that is left stacks it for one that is entered; a checkpoint is given
+        what is there.
+        """
+        stacked = [path for path in enter if not self._is_checkpoint(path)]
+        for into in enter:
+            if key not in self.imports.setdefault(into, []):
+                self.imports[into].append(key)
+        for out, into in zip(leave, stacked, strict=True):
+            if key not in self.exports.setdefault(out, []):
+                self.exports[out].append(key)
+            self.way.setdefault((out, key), into)
+
+    def _is_checkpoint(self, path: str) -> bool:
+        return path in self.tree.owner and self.tree.owner[path][0].primitive in _REMAT
 
     def block(self, block: Block) -> Any:
         binders = split_closed(block.jaxpr)[0].invars
@@ -171,15 +187,14 @@ class _Emitter:
         """The values passed out of a block, whose types are now known where they enter another."""
         found = []
         for key in self.exports.get(block.path, ()):
-            atom = env[key] if key in env else env[key[1]]
+            atom = _atom(env, key)
             self.types[self.way[block.path, key], key] = atom.aval
             found.append(atom)
         return found
 
     def _may_capture(self, block: Block) -> bool:
         """Whether the block's jaxpr may have constants of its own: an open one has none, and a checkpoint's must not."""
-        owner = self.tree.owner.get(block.path)
-        return hasattr(block.jaxpr, "consts") and (owner is None or owner[0].primitive not in _REMAT)
+        return hasattr(block.jaxpr, "consts") and not self._is_checkpoint(block.path)
 
     def _equations(self, block: Block, env: Env) -> tuple[list, Constants | None]:
         sites, pairs = self.forward.get(block.path, ()), self.backward.get(block.path, ())
@@ -215,11 +230,13 @@ class _Emitter:
         """The equation with its bodies rebuilt, and with the values passed into and out of them."""
         body = node.blocks[0].path
         entering, leaving = self.imports.get(body, ()), self.exports.get(body, ())
+        if self._is_checkpoint(body):
+            self.types.update(((body, key), _atom(env, key).aval) for key in entering)
         params = self._params(node)
         if entering:
             params = more_operands(node, params, [self.types[body, key] for key in entering])
         if not leaving:
-            return eqn.replace(params=params, invars=[*eqn.invars, *(env[key] for key in entering)])
+            return eqn.replace(params=params, invars=[*eqn.invars, *(_atom(env, key) for key in entering)])
         inside = [self.types[self.way[body, key], key] for key in leaving]
         params, outside = more_results(node, params, inside)
         results = [jex_core.Var(aval) for aval in outside]
@@ -255,6 +272,29 @@ class _Edited(_Emitter):
     def eqn(self, node: Node, env: Env) -> Any:
         eqn = super().eqn(node, env)
         return eqn.replace(params={**eqn.params, **self.changed.get(node.id, {})})
+
+
+class _Kept(_Emitter):
+    """Blocks without replacements, in which some values are those that were computed before."""
+
+    def __init__(self, graph: Graph, before: Mapping[int, Value]) -> None:
+        super().__init__((), BlockTree(graph))
+        self.before = before
+        place = self.tree.of_value
+        for again, first in before.items():
+            self._pass(("value", first.id), *self.tree.ways(place[first.id], place[again]))
+        self.paths |= {*self.exports, *self.imports, *(place[again] for again in before)}
+
+    def eqn(self, node: Node, env: Env) -> Any:
+        eqn = super().eqn(node, env)
+        again = [v for v in node.outputs if v.id in self.before]
+        env.update((v.id, _atom(env, ("value", self.before[v.id].id))) for v in again)
+        return eqn  # what nobody reads any more is left out of the block
+
+
+def _atom(env: Env, key: TravelKey) -> Any:
+    """The atom of a key, in a block that is given it or one that made its value."""
+    return env[key] if key in env else env[key[1]]
 
 
 def _apart(captured: Constants, extra: Constants | None) -> tuple[list, list]:

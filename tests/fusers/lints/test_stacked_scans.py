@@ -76,7 +76,7 @@ def test_an_edit_in_the_operator_of_a_linear_solve():
 
 
 def test_an_edit_that_there_is_not_or_that_changes_nothing():
-    with pytest.raises(UnknownNameError, match=r"unknown edit 'stacked'; valid: stacked_scan"):
+    with pytest.raises(UnknownNameError, match=r"unknown edit 'stacked'; valid: recomputed_products, stacked_scan"):
         fl.fuse(loss, edits=["stacked"])
     with pytest.raises(ArgumentError, match="edits: got True, needed the name of a rule"):
         fl.fuse(loss, edits=True)

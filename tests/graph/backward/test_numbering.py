@@ -1,0 +1,95 @@
+"""Values with one number are equal in the same trips of the loops around them, and others have numbers of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fusionlab as fl
+from fusionlab.graph.backward.numbering import Numbering
+
+X = jax.ShapeDtypeStruct((4, 4), "float32")
+TABLE = np.arange(16, dtype="float32").reshape(4, 4)
+
+
+def groups(fn, *args, of="sin"):
+    """How often each number occurs among the results of a primitive, largest first."""
+    graph = fl.trace(fn, *args)
+    numbers = Numbering(graph).of
+    found = [numbers[v.id] for n in graph.nodes() if n.primitive == of for v in n.outputs]
+    return sorted((found.count(n) for n in set(found)), reverse=True)
+
+
+def over(body, xs, reverse=False, carry=0.0):
+    return jax.lax.scan(lambda c, x: (c, body(x)), carry, xs, reverse=reverse)[1]
+
+
+def both(first, second):
+    return lambda *args: (first(*args), second(*args))
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x: (jnp.sin(x), jnp.sin(x), jnp.sin(x + 1)), [2, 1]),
+        (lambda x: (jnp.sin(x * 2), jnp.sin(x * 2.5)), [1, 1]),  # literals
+        (lambda x: (jnp.sin(x[:2]), jnp.sin(x[2:])), [1, 1]),  # parameters
+        (lambda x: [jnp.sin(x.at[x[0].astype(int)].get(mode="fill", fill_value=f)) for f in (0.0, -0.0, 0.0)], [2, 1]),
+        (lambda x: (jnp.sin(x @ TABLE), jnp.sin(x @ TABLE)), [2]),  # one captured array
+        (lambda x: (jnp.sin(x @ TABLE), jnp.sin(x @ (2 * TABLE))), [1, 1]),  # two
+        # One entry of one array, whichever way the scan runs.
+        (both(lambda x: over(jnp.sin, x), lambda x: over(jnp.sin, x, reverse=True)), [2]),
+        (both(lambda x: over(jnp.sin, x), lambda x: over(jnp.sin, x.T)), [1, 1]),
+        # The results of a scan, entry by entry, in the next.
+        (lambda x: over(lambda a: jnp.sin(a[0]), (over(jnp.cos, x), over(lambda a: jnp.sin(jnp.cos(a)), x))), [2]),
+        # A checkpoint is read through, a cond is not.
+        (both(jnp.sin, jax.checkpoint(jnp.sin)), [2]),
+        (both(jnp.sin, lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.sin, x)), [1, 1, 1]),
+    ],
+)  # fmt: skip
+def test_what_is_computed_alike(fn, expected):
+    assert groups(fn, X) == expected
+
+
+def test_the_entry_of_an_outer_loop_is_not_that_of_an_inner_one():
+    def fn(x):
+        outer = over(lambda a: over(lambda _: jnp.sin(a), jnp.arange(4)), x)
+        inner = over(lambda _: over(jnp.sin, x), jnp.arange(4))
+        return outer, inner
+
+    assert groups(fn, X) == [1, 1]
+
+
+def test_a_carry_is_equal_to_nothing():
+    def fn(x):
+        def body(c, a):
+            return (c[1], c[0]), jnp.sin(c[0])
+
+        return jax.lax.scan(body, (x[0], x[1]), x)[1], jax.lax.scan(body, (x[0], x[1]), x)[1], jnp.sin(x[0])
+
+    assert groups(fn, X) == [1, 1, 1]
+
+
+def test_random_bits_of_one_key():
+    def fn(key, x):
+        a, b = jax.random.split(key)
+        return [jnp.sin(jax.random.uniform(k, (4,))) for k in (a, a, b)]
+
+    assert groups(fn, jax.random.key(0), X) == [2, 1]
+
+
+def test_what_another_program_decides_is_equal_to_nothing():
+    def added(x, by):
+        return x.at[0].add(by), x.at[0].multiply(by)
+
+    graph = fl.trace(lambda x: (added(x, 2.0), added(x, 2.0)), X)
+    scatters = [n for n in graph.nodes() if n.primitive.startswith("scatter")]
+    numbers = Numbering(graph).of
+    assert len({numbers[n.outputs[0].id] for n in scatters}) == len(scatters) == 4
+
+
+def test_effects_are_not_shared():
+    def called(x):
+        return jax.experimental.io_callback(lambda x: np.asarray(x), X, x)
+
+    assert groups(lambda x: (jnp.sin(called(x)), jnp.sin(called(x))), X) == [1, 1]
