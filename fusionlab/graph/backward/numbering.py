@@ -13,12 +13,19 @@ import jax
 import numpy as np
 
 from ..jax_compat import draws_by_entry, has_side_effects, scan_counts
-from ..primitives import having
+from ..primitives import FAMILIES, having
 from ..program.graph import Graph
 from ..program.ir import Atom, Block, Literal, Node, Value
 from ..program.signature import as_it_is, holds_jaxpr, params_signature, type_key
 
 _ONCE = having("remat", "jit")
+_PROGRAMS = having("jit", "call", "remat", "rule", "branch", "loop", "mesh")
+# What is the same function of its operands and parameters wherever it stands, unlike `rng_uniform`, callbacks and calls of other libraries.
+_FUNCTIONS = frozenset().union(*FAMILIES.values()) - _PROGRAMS | frozenset(
+    "iota concatenate pad rev sort top_k dynamic_update_slice cumsum cumprod cummax cummin cumlogsumexp atan2 nextafter shift_left "
+    "shift_right_logical shift_right_arithmetic population_count clz real imag complex conj bitcast_convert_type lgamma digamma "
+    "random_bits random_split random_fold_in random_seed random_wrap random_unwrap threefry2x32".split()
+)
 
 
 class Numbering:
@@ -72,14 +79,13 @@ class Numbering:
             self._give(body.inputs, given)
             self._block(body, depth)
             self._give(node.outputs, [self._atom(a) for a in body.outputs])
-        elif _is_alone(node):
+        elif node.blocks or _is_alone(node):
             for block in node.blocks:
                 self._fresh(block.inputs)
                 self._block(block, depth)
             self._fresh(node.outputs)
         else:
-            how = draws_by_entry(node.eqn) if node.primitive == "random_bits" else None
-            key = node.primitive, params_signature(node), how, *given
+            key = node.primitive, params_signature(node), draws_by_entry(node.eqn), *given
             types = (type_key(v, as_it_is) for v in node.outputs)
             self._give(node.outputs, [self._number((key, i, kind)) for i, kind in enumerate(types)])
 
@@ -107,7 +113,6 @@ def _is_plain(literal: Literal) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether the results of a node are equal to nothing: it has side effects or other programs, or the signature of a parameter may be
-    that of another one (a program's is left out, an array's may be shortened)."""
+    """Whether the results of a node are equal to nothing. The signature of a parameter leaves programs out, and shortens arrays."""
     opaque = any(holds_jaxpr(p) or isinstance(p, np.ndarray | jax.Array) for p in node.params.values())
-    return opaque or bool(node.blocks) or has_side_effects(node.eqn)
+    return opaque or node.primitive not in _FUNCTIONS or has_side_effects(node.eqn)

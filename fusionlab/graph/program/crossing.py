@@ -78,8 +78,8 @@ def more_operands(node: Node, params: dict[str, Any], avals: Sequence[Any]) -> d
         return params | scan_numbers(params, *counts, xs, len(node.outputs) - counts[1])
     if node.primitive == "shard_map":
         return params | {"in_specs": (*params["in_specs"], *(_spec(node, a) for a in avals))}
-    more = {"in_shardings": unspecified_sharding(), "in_layouts": None, "donated_invars": False}
-    return params | {k: (*params[k], *[v] * len(avals)) for k, v in more.items() if k in params}
+    more = {"in_shardings": unspecified_sharding(), "in_layouts": None, "donated_invars": False, "prevent_cse": True}
+    return params | {k: (*params[k], *[v] * len(avals)) for k, v in more.items() if isinstance(params.get(k), tuple)}
 
 
 def stacked_type(aval: Any, length: int) -> Any:

@@ -136,7 +136,7 @@ class _Emitter:
         self.exports: dict[str, list[TravelKey]] = {}
         self.imports: dict[str, list[TravelKey]] = {}
         self.types: dict[tuple[str, TravelKey], Any] = {}  # of what enters a block
-        self.way: dict[tuple[str, TravelKey], str] = {}  # the block a key leaves -> the one it enters
+        self.way: dict[tuple[str, TravelKey], list[str]] = {}  # the block a key leaves -> those that it enters
         for i, part in parts:
             if part.block_path != part.site_path:
                 self._send(i, part)
@@ -159,7 +159,7 @@ class _Emitter:
         for out, into in zip(leave, stacked, strict=True):
             if key not in self.exports.setdefault(out, []):
                 self.exports[out].append(key)
-            self.way.setdefault((out, key), into)
+            self.way.setdefault((out, key), []).append(into)
 
     def _is_checkpoint(self, path: str) -> bool:
         return path in self.tree.owner and self.tree.owner[path][0].primitive in _REMAT
@@ -188,7 +188,7 @@ class _Emitter:
         found = []
         for key in self.exports.get(block.path, ()):
             atom = _atom(env, key)
-            self.types[self.way[block.path, key], key] = atom.aval
+            self.types.update(((into, key), atom.aval) for into in self.way[block.path, key])
             found.append(atom)
         return found
 
@@ -237,7 +237,7 @@ class _Emitter:
             params = more_operands(node, params, [self.types[body, key] for key in entering])
         if not leaving:
             return eqn.replace(params=params, invars=[*eqn.invars, *(_atom(env, key) for key in entering)])
-        inside = [self.types[self.way[body, key], key] for key in leaving]
+        inside = [self.types[self.way[body, key][0], key] for key in leaving]
         params, outside = more_results(node, params, inside)
         results = [jex_core.Var(aval) for aval in outside]
         env.update(zip(leaving, results, strict=True))

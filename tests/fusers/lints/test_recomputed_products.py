@@ -194,6 +194,23 @@ def test_what_a_layer_prints_is_printed_as_often(capfd):
     assert printed[0] == printed[1] >= LAYERS
 
 
+def test_two_backward_passes_of_one_forward_pass():
+    def step(w, x):
+        y, back = jax.vjp(functools.partial(scanned, jax.checkpoint), w, x)
+        return back(y), back(2 * y + 1)
+
+    (lint,) = lints(step, *arrays())
+    assert f"compute {4 * LAYERS} products again" in lint.sentence
+    assert_same(fl.fuse(step, edits=NAME, passes=()), step, *arrays())
+
+
+def test_a_checkpoint_that_says_for_each_operand_what_stays_apart():
+    apart = functools.partial(jax.checkpoint, prevent_cse=(True, False))
+    step = jax.value_and_grad(functools.partial(unrolled, apart))
+    assert lints(step, *arrays())
+    assert_same(fl.fuse(step, edits=NAME, passes=()), step, *arrays())
+
+
 def test_the_same_layer_twice():
     def loss(w, x):
         first = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), x, w)[0]

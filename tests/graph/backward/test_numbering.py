@@ -78,6 +78,28 @@ def test_random_bits_of_one_key():
     assert groups(fn, jax.random.key(0), X) == [2, 1]
 
 
+def test_keys_that_are_split_in_two_ways():
+    def fn(key):
+        found = []
+        for flag in (True, False, True):
+            with jax.threefry_partitionable(flag):
+                found.append(jnp.sin(jax.random.uniform(jax.random.split(key, 3)[1], (4,))))
+        return found
+
+    assert groups(fn, jax.random.key(0)) == [2, 1]
+
+
+def test_what_is_no_function_of_its_operands_is_equal_to_nothing():
+    def drawn():
+        return jnp.sin(jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), (4,)))
+
+    def called(by):
+        return jnp.sin(jax.ffi.ffi_call("of_a_library", X)(TABLE, by=by))
+
+    assert groups(lambda: (drawn(), drawn())) == [1, 1]
+    assert groups(lambda: (called(np.zeros(3000)), called(np.eye(1, 3000, 1500)[0]))) == [1, 1]
+
+
 def test_what_another_program_decides_is_equal_to_nothing():
     def added(x, by):
         return x.at[0].add(by), x.at[0].multiply(by)
