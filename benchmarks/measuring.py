@@ -302,7 +302,7 @@ def new_record(benchmark: str, options: argparse.Namespace) -> dict[str, Any]:
 def continued(record: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
     """The record in the file that is named, if it is one of the same benchmark, machine and versions, so that this run adds to it.
 
-    Its `command` is then both, joined by "; ".
+    Its `command` is then both, joined by "; ", the second with its commit if that is another one.
     """
     if not (options.output and options.output.exists()):
         return record
@@ -312,7 +312,9 @@ def continued(record: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     )
     if here != there:
         return record
-    return record | before | {"command": f"{before['command']}; {record['command']}"}
+    commits = [r["environment"].get("commit") for r in (before, record)]
+    at = "" if commits[0] == commits[1] else f"  # commit {commits[1]}"
+    return record | before | {"command": f"{before['command']}; {record['command']}{at}"}
 
 
 def finish(record: Mapping[str, Any], options: argparse.Namespace, on_cuda: bool) -> None:
