@@ -117,3 +117,11 @@ class Rule(Protocol):
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
         """Its lints that may save more than `least` of the program's time, in program order, with ids that lack the ordinal."""
         ...
+
+
+class Editing(Rule, Protocol):
+    """A rule whose edits `fl.fuse` can make."""
+
+    def edited(self, program: Program) -> Any | None:
+        """The program with every edit made, however little it may save, a closed jaxpr; None without one."""
+        ...

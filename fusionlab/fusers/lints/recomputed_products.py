@@ -8,7 +8,8 @@ the numbers are the same. A step whose attention and loss are fused often has th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ...graph.backward.numbering import Numbering
@@ -32,49 +33,75 @@ class RecomputedProducts:
 
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
         """A lint for the checkpoints of each line of the source."""
-        graph = program.graph
-        lines: dict[Any, list[tuple[Node, dict[int, Value]]]] = {}
-        for node, before in _computed_again(graph):
-            lines.setdefault(node.source, []).append((node, before))
-        for found in lines.values():
-            node, before = found[0][0], {again: first for _, each in found for again, first in each.items()}
-            makers = [c.blocks[0].producer[again] for c, each in found for again in each]
-            share, sentence = self._of(program, makers)
+        lines: dict[Any, list[_Again]] = {}
+        for each in _computed_again(program.graph):
+            lines.setdefault(each.checkpoint.source, []).append(each)
+        for source, found in lines.items():
+            share, sentence = _saved(program, found)
             if share >= least:
+                name, ids = f"{self.name}@{found[0].checkpoint.scope}", frozenset(each.maker.id for each in found)
                 edit = (
                     f"{_POLICY} in jax.checkpoint (flax's nn.remat and nnx.remat), or fl.fuse(..., edits={self.name!r})"
                 )
-                edited = functools.partial(with_values_kept, graph, before)
-                ids = frozenset(n.id for n in makers)
-                yield Lint(f"{self.name}@{node.scope}", self.name, sentence, edit, ids, share, node.source, edited)
+                yield Lint(
+                    name, self.name, sentence, edit, ids, share, source, functools.partial(_kept, program, found)
+                )
 
-    def _of(self, program: Program, makers: list[Node]) -> tuple[float, str]:
-        """What keeping the results of some products may save of the program's time, and the particulars."""
-        costs = [program.costs.nodes[n.id] for n in makers]
-        trips = [cost.trips or 1 for cost in costs]
-        kept = [times * n.outputs[0].nbytes for times, n in zip(trips, makers, strict=True)]
-        copied = COPIES * sum(size for size, times in zip(kept, trips, strict=True) if times > 1)
-        time = sum(cost.operations for cost in costs) / program.flop_per_byte
-        share = max((time - copied) / program.at_best, 0.0)
-        sentence = (
-            f"a checkpoint makes the backward pass compute {sum(trips)} products again; keeping their results takes "
-            f"{quantity(sum(kept))}B of memory and saves about {share:.0%} of the program's time by the roofline"
-        )
-        return share, sentence
+    def edited(self, program: Program) -> Any | None:
+        """The program with all these results kept; None without one."""
+        found = list(_computed_again(program.graph))
+        return _kept(program, found) if found else None
 
 
-def _computed_again(graph: Graph) -> Iterator[tuple[Node, dict[int, Value]]]:
-    """(checkpoint in a backward pass, the results of its products -> the values of the forward pass that they are)."""
+@dataclass(frozen=True, eq=False)
+class _Again:
+    """A product that is computed again in a checkpoint; `before` is the value that its result is."""
+
+    checkpoint: Node
+    maker: Node
+    before: Value
+
+
+def _kept(program: Program, found: Iterable[_Again]) -> Any:
+    return with_values_kept(program.graph, {each.maker.outputs[0].id: each.before for each in found})
+
+
+def _saved(program: Program, found: Iterable[_Again]) -> tuple[float, str]:
+    """What keeping the results of some products may save of the program's time, and the particulars."""
+    costs = [(each.maker.outputs[0].nbytes, program.costs.nodes[each.maker.id]) for each in found]
+    trips = [cost.trips or 1 for _, cost in costs]
+    kept = [nbytes * times for (nbytes, _), times in zip(costs, trips, strict=True)]
+    copied = COPIES * sum(size for size, times in zip(kept, trips, strict=True) if times > 1)
+    time = sum(cost.operations for _, cost in costs) / program.flop_per_byte
+    share = max((time - copied) / program.at_best, 0.0)
+    sentence = (
+        f"a checkpoint makes the backward pass compute {sum(trips)} products again; keeping their results takes {quantity(sum(kept))}B of "
+        f"memory and saves about {share:.0%} of the program's time by the roofline"
+    )
+    return share, sentence
+
+
+def _computed_again(graph: Graph) -> Iterator[_Again]:
+    """The products whose results can be passed to where they are computed again."""
     checkpoints = [n for n in graph.nodes() if n.primitive in _REMAT and n.params.get("differentiated")]
-    if not checkpoints:
-        return
-    numbering, tree = Numbering(graph), BlockTree(graph)
-    for node in checkpoints:
-        body = node.blocks[0]
-        results = [n.outputs[0] for n in body.nodes if _is_product(n)]
-        found = {v.id: _first(numbering, tree, body, v) for v in results}
-        if before := _needed(body, {again: first for again, first in found.items() if first is not None}):
-            yield node, before
+    if checkpoints:
+        earlier = _Earlier(graph)
+        yield from (each for node in checkpoints for each in _in_checkpoint(earlier, node))
+
+
+def _in_checkpoint(earlier: _Earlier, checkpoint: Node) -> Iterator[_Again]:
+    for block in _with_scans(body := checkpoint.blocks[0]):
+        makers = {n.outputs[0].id: n for n in block.nodes if _is_product(n)}
+        found = {i: before for i, n in makers.items() if (before := earlier.value(body, n.outputs[0])) is not None}
+        yield from (_Again(checkpoint, makers[i], found[i]) for i in _needed(block, found))
+
+
+def _with_scans(body: Block) -> Iterator[Block]:
+    """A block, and the bodies of its scans."""
+    yield body
+    for node in body.nodes:
+        if node.primitive == "scan":
+            yield from _with_scans(node.blocks[0])
 
 
 def _is_product(node: Node) -> bool:
@@ -84,35 +111,41 @@ def _is_product(node: Node) -> bool:
     return node.primitive in having("product")
 
 
-def _first(numbering: Numbering, tree: BlockTree, body: Block, value: Value) -> Value | None:
-    """The value of another block that a value of a checkpoint's body is, and that can be passed there; None without one."""
-    for other in numbering.holders[numbering.of[value.id]]:
-        if other is value:
-            return None
-        if other.aval == value.aval and _is_passed(tree, tree.of_value[other.id], body.path):
-            return other
-    return None
+class _Earlier:
+    """What was computed before."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.numbering, self.tree = Numbering(graph), BlockTree(graph)
+        self.products = {n.outputs[0].id for n in graph.nodes() if _is_product(n)}
+
+    def value(self, body: Block, value: Value) -> Value | None:
+        """What a product's result in a checkpoint's body is, from where it can be passed there: where it is computed first, or a nearer
+        block that is given it; None without one."""
+        place, ways, found = self.tree.of_value, self.tree.ways, dict[int, Value]()
+        same = self.numbering.holders[self.numbering.of[value.id]]
+        first, *others = same[: same.index(value) + 1]
+        for other in [first, *(v for v in others if v.id not in self.products)]:
+            outside = body.path not in self.tree.up(place[other.id])
+            if outside and other.aval == value.aval and _is_passed(self.tree, place[other.id], place[value.id]):
+                found.setdefault(len(ways(place[other.id], place[value.id])[0]), other)
+        return found[min(found)] if found else None
 
 
 def _is_passed(tree: BlockTree, forward: str, backward: str) -> bool:
-    """Whether scans of the same lengths, and no other loops, are left and entered."""
-    leave, enter = ([tree.owner[path][0] for path in way] for way in tree.ways(forward, backward))
-    enter = [node for node in enter if node.primitive not in _REMAT]
-    scans = all(node.primitive == "scan" for node in (*leave, *enter)) and forward != backward
-    return scans and [n.params["length"] for n in leave] == [n.params["length"] for n in enter]
+    """Whether scans of the same lengths are left and entered, and nothing else but checkpoints."""
+    ways = ([tree.owner[path][0] for path in way] for way in tree.ways(forward, backward))
+    leave, enter = ([node for node in way if node.primitive not in _REMAT] for way in ways)
+    lengths = [[n.params.get("length") for n in way] for way in (leave, enter)]
+    return all(node.primitive == "scan" for node in (*leave, *enter)) and lengths[0] == lengths[1]
 
 
-def _needed(body: Block, found: dict[int, Value]) -> dict[int, Value]:
-    """Those of the values found from which the results of a body are computed, though the others are kept."""
-    needed, seen = dict[int, Value](), set[int]()
-    stack = values_in(body.outputs)
+def _needed(block: Block, found: Collection[int]) -> list[int]:
+    """Those of the values found from which the results of a block are computed, though the others are kept."""
+    seen = dict[int, None]()
+    stack = values_in(block.outputs)
     while stack:
         value = stack.pop()
-        if value.id in seen:
-            continue
-        seen.add(value.id)
-        if value.id in found:
-            needed[value.id] = found[value.id]
-        elif value.id in body.producer:
-            stack += body.producer[value.id].values
-    return needed
+        if value.id not in seen:
+            seen[value.id] = None
+            stack += block.producer[value.id].values if value.id in block.producer and value.id not in found else ()
+    return [i for i in seen if i in found]

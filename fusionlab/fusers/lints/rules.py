@@ -10,11 +10,11 @@ from ...errors import ArgumentError, unknown_name
 from ...graph.program.graph import Graph
 from ...graph.program.trace import block_of_jaxpr
 from .compiler_options import OPTIONS
-from .lint import Lint, Program, Rule
+from .lint import Editing, Lint, Program, Rule
 from .recomputed_products import RecomputedProducts
 from .stacked_scans import StackedScans
 
-RULES: tuple[Rule, ...] = (StackedScans(), RecomputedProducts())
+RULES: tuple[Editing, ...] = (StackedScans(), RecomputedProducts())
 
 
 def lints_of(graph: Graph, device: Device, rules: Iterable[Rule] = RULES) -> tuple[Lint, ...]:
@@ -51,6 +51,6 @@ def rule_names(given: Iterable[str] | str) -> frozenset[str]:
 def with_edits(graph: Graph, device: Device, names: Collection[str]) -> Graph:
     """The program with every edit of the rules named made, however little it may save; itself without any, and at symbolic sizes."""
     for rule in RULES if names and graph.numbered is None else ():
-        while rule.name in names and (lint := next(rule.lints(Program(graph, device), least=0.0), None)):
-            graph = replace(graph, top=block_of_jaxpr(lint.edited()))
+        if rule.name in names and (closed := rule.edited(Program(graph, device))) is not None:
+            graph = replace(graph, top=block_of_jaxpr(closed))
     return graph

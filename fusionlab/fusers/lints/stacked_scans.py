@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from ...graph.cost.cost import quantity
 from ...graph.cost.traffic import base_of, is_view
@@ -34,6 +35,14 @@ class StackedScans:
             for node in block.nodes:
                 if node.primitive == "scan" and 1 < node.params["length"] <= MOST_TRIPS:
                     yield from self._of(program, block, node, least)
+
+    def edited(self, program: Program) -> Any | None:
+        """The program with all these scans, and those that run back, written out; None without one."""
+        nodes = program.graph.node_by_id
+        unrolled = {
+            i: {"unroll": nodes[i].params["length"]} for lint in self.lints(program, 0.0) for i in lint.node_ids
+        }
+        return with_params(program.graph, unrolled) if unrolled else None
 
     def _of(self, program: Program, block: Block, scan: Node, least: float) -> Iterator[Lint]:
         backward, stacked = _read_backward(block, scan)

@@ -55,11 +55,14 @@ class BlockTree:
             yield from (self.owner[path][0] for path in way)
 
 
-def more_results(node: Node, params: dict[str, Any], avals: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The parameters of a region whose body returns further values of these types, and their types outside."""
+def more_results(
+    node: Node, params: dict[str, Any], avals: Sequence[Any], given: int = 0
+) -> tuple[dict[str, Any], list[Any]]:
+    """The parameters of a region whose body returns further values of these types, and their types outside; `given` is how many further
+    operands it has been given."""
     if node.primitive == "scan":
         carried, outs = scan_counts(node.params)[1], len(node.outputs)
-        xs = len(node.inputs) - sum(scan_counts(node.params))
+        xs = len(node.inputs) - sum(scan_counts(node.params)) + given
         changed = scan_numbers(params, *scan_counts(node.params), xs, outs - carried + len(avals))
         return params | changed, [stacked_type(a, node.params["length"]) for a in avals]
     if node.primitive == "shard_map":

@@ -136,6 +136,7 @@ class _Emitter:
         self.exports: dict[str, list[TravelKey]] = {}
         self.imports: dict[str, list[TravelKey]] = {}
         self.types: dict[tuple[str, TravelKey], Any] = {}  # of what enters a block
+        self.left: dict[tuple[str, TravelKey], Any] = {}  # and of what leaves one
         self.way: dict[tuple[str, TravelKey], list[str]] = {}  # the block a key leaves -> those that it enters
         for i, part in parts:
             if part.block_path != part.site_path:
@@ -149,16 +150,15 @@ class _Emitter:
                 self._pass(key, *self.tree.ways(part.site_path, part.block_path))
 
     def _pass(self, key: TravelKey, leave: Sequence[str], enter: Sequence[str]) -> None:
-        """Passes a value out of some blocks and into others. A scan that is left stacks it for one that is entered; a checkpoint is given
-        what is there.
+        """Passes a value out of some blocks and into others. A scan that is left stacks it for one that is entered; checkpoints are given,
+        and give, what is there.
         """
-        stacked = [path for path in enter if not self._is_checkpoint(path)]
-        for into in enter:
-            if key not in self.imports.setdefault(into, []):
-                self.imports[into].append(key)
-        for out, into in zip(leave, stacked, strict=True):
-            if key not in self.exports.setdefault(out, []):
-                self.exports[out].append(key)
+        for paths, passed in ((leave, self.exports), (enter, self.imports)):
+            for path in paths:
+                if key not in passed.setdefault(path, []):
+                    passed[path].append(key)
+        stacks = [[path for path in way if not self._is_checkpoint(path)] for way in (leave, enter)]
+        for out, into in zip(*stacks, strict=True):
             self.way.setdefault((out, key), []).append(into)
 
     def _is_checkpoint(self, path: str) -> bool:
@@ -188,7 +188,8 @@ class _Emitter:
         found = []
         for key in self.exports.get(block.path, ()):
             atom = _atom(env, key)
-            self.types.update(((into, key), atom.aval) for into in self.way[block.path, key])
+            self.left[block.path, key] = atom.aval
+            self.types.update(((into, key), atom.aval) for into in self.way.get((block.path, key), ()))
             found.append(atom)
         return found
 
@@ -235,10 +236,10 @@ class _Emitter:
         params = self._params(node)
         if entering:
             params = more_operands(node, params, [self.types[body, key] for key in entering])
+        eqn = eqn.replace(params=params, invars=[*eqn.invars, *(_atom(env, key) for key in entering)])
         if not leaving:
-            return eqn.replace(params=params, invars=[*eqn.invars, *(_atom(env, key) for key in entering)])
-        inside = [self.types[self.way[body, key][0], key] for key in leaving]
-        params, outside = more_results(node, params, inside)
+            return eqn
+        params, outside = more_results(node, params, [self.left[body, key] for key in leaving], len(entering))
         results = [jex_core.Var(aval) for aval in outside]
         env.update(zip(leaving, results, strict=True))
         return eqn.replace(params=params, outvars=[*eqn.outvars, *results])

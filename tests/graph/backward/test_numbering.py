@@ -28,6 +28,18 @@ def both(first, second):
     return lambda *args: (first(*args), second(*args))
 
 
+def chosen(x, at):
+    return jax.lax.cond(x[at, at] > 0, jnp.cos, jnp.tanh, x)
+
+
+def looped(x, times, to=jnp.cos):
+    return jax.lax.fori_loop(0, times, lambda i, x: to(x), x)
+
+
+def halved(x, least):
+    return jax.lax.while_loop(lambda x: x.sum() > least, lambda x: x / 2, x)
+
+
 @pytest.mark.parametrize(
     ("fn", "expected"),
     [
@@ -42,9 +54,17 @@ def both(first, second):
         (both(lambda x: over(jnp.sin, x), lambda x: over(jnp.sin, x.T)), [1, 1]),
         # The results of a scan, entry by entry, in the next.
         (lambda x: over(lambda a: jnp.sin(a[0]), (over(jnp.cos, x), over(lambda a: jnp.sin(jnp.cos(a)), x))), [2]),
-        # A checkpoint is read through, a cond is not.
+        # Checkpoints and branches are read through.
         (both(jnp.sin, jax.checkpoint(jnp.sin)), [2]),
-        (both(jnp.sin, lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.sin, x)), [1, 1, 1]),
+        (both(jnp.sin, lambda x: jax.lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x)), [2]),
+        (both(lambda x: jnp.sin(chosen(x, 0)), lambda x: (jnp.sin(chosen(x, 0)), jnp.sin(chosen(x, 1)))), [2, 1]),
+        # Loops that begin with the same and do the same.
+        (lambda x: [jnp.sin(looped(x, 3)) for _ in range(2)], [2]),
+        (lambda x: [jnp.sin(looped(x, n)) for n in (3, 4)], [1, 1]),
+        (lambda x: [jnp.sin(looped(y, 3)) for y in (x, x.T)], [1, 1]),
+        (lambda x: [jnp.sin(looped(x, 3, to)) for to in (jnp.cos, jnp.tanh)], [1, 1]),
+        (lambda x: [jnp.sin(halved(x, 1.0)) for _ in range(2)], [2]),
+        (lambda x: [jnp.sin(halved(x, least)) for least in (1.0, 2.0)], [1, 1]),
     ],
 )  # fmt: skip
 def test_what_is_computed_alike(fn, expected):
@@ -60,14 +80,35 @@ def test_the_entry_of_an_outer_loop_is_not_that_of_an_inner_one():
     assert groups(fn, X) == [1, 1]
 
 
-def test_a_carry_is_equal_to_nothing():
+def test_a_carry_is_that_of_a_loop_that_does_the_same():
     def fn(x):
-        def body(c, a):
+        def turned(c, a):
             return (c[1], c[0]), jnp.sin(c[0])
 
-        return jax.lax.scan(body, (x[0], x[1]), x)[1], jax.lax.scan(body, (x[0], x[1]), x)[1], jnp.sin(x[0])
+        def grown(c, a):
+            return (c[0] + 1, c[1]), jnp.sin(c[0])
 
-    assert groups(fn, X) == [1, 1, 1]
+        start = x[0], x[1]
+        runs = [
+            (turned, start, False),
+            (turned, start, False),
+            (grown, start, False),
+            (turned, start[::-1], False),
+            (turned, start, True),
+        ]
+        return [jax.lax.scan(body, first, x, reverse=back)[1] for body, first, back in runs], jnp.sin(x[0])
+
+    assert groups(fn, X) == [2, 1, 1, 1, 1]
+
+
+def test_what_is_drawn_in_a_loop_is_equal_to_nothing():
+    def drawn(x):
+        def body(c, a):
+            return c + jax.lax.rng_uniform(jnp.float32(0), jnp.float32(1), (4,)), jnp.sin(c)
+
+        return jax.lax.scan(body, x[0], x)
+
+    assert groups(both(drawn, drawn), X) == [1, 1]
 
 
 def test_random_bits_of_one_key():
@@ -100,14 +141,13 @@ def test_what_is_no_function_of_its_operands_is_equal_to_nothing():
     assert groups(lambda: (called(np.zeros(3000)), called(np.eye(1, 3000, 1500)[0]))) == [1, 1]
 
 
-def test_what_another_program_decides_is_equal_to_nothing():
-    def added(x, by):
-        return x.at[0].add(by), x.at[0].multiply(by)
+def test_scatters_differ_by_name_and_reductions_by_their_programs():
+    def fn(x):
+        added, multiplied = x.at[0].add(2.0), x.at[0].multiply(2.0)
+        reduced = [jax.lax.reduce(x, 1.0, to, (0,)) for to in (lambda a, b: a * b + 1, lambda a, b: a * b + 2)]
+        return [jnp.sin(a) for a in (added, x.at[0].add(2.0), multiplied, *reduced)]
 
-    graph = fl.trace(lambda x: (added(x, 2.0), added(x, 2.0)), X)
-    scatters = [n for n in graph.nodes() if n.primitive.startswith("scatter")]
-    numbers = Numbering(graph).of
-    assert len({numbers[n.outputs[0].id] for n in scatters}) == len(scatters) == 4
+    assert groups(fn, X) == [2, 1, 1, 1]
 
 
 def test_effects_are_not_shared():
