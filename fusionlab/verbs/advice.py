@@ -8,11 +8,14 @@ from typing import Any
 from ..device import Device
 from ..evidence.advice.tried import Advice, try_lints
 from ..evidence.instruments.timing import check_effort
-from ..fusers.lints.rules import every_lint
+from ..fusers.lints.lint import Lint
+from ..fusers.lints.rules import every_lint, lints_of_fused
+from ..graph.program.graph import Graph
 from ..graph.program.trace import bind_users
 from ..progress import Cancel, Progress, Stages, watched
 from ..tracebacks import own_lines_hidden
 from . import lab
+from .fused import Fused
 
 
 @own_lines_hidden
@@ -34,7 +37,7 @@ def advise(
     options that are advised are tried together as well.
 
     Args:
-      fn: the function, such as a train step; one that `fuse` returned is advised as it is fused.
+      fn: the function, such as a train step; one that `fuse` returned is advised as it is fused, with edits of the source made before.
       *args, **kwargs: arrays to run on.
       samples: of each program, per lint.
       budget_s: seconds for all timings together; compiling comes on top.
@@ -57,4 +60,12 @@ def advise(
         stages("tracing")
         graph = lab.trace(fn, *args, **static, **kwargs)
         call = bind_users(fn, args, kwargs, **static)
-        return try_lints(graph, call, every_lint(graph, Device.current()), samples, budget_s, stages)
+        return try_lints(graph, call, _lints(fn, graph, args, kwargs), samples, budget_s, stages)
+
+
+def _lints(fn: Callable, graph: Graph, args: tuple, kwargs: dict[str, Any]) -> tuple[Lint, ...]:
+    """The lints of a program; of a fused one also those that an edit before fusing is for."""
+    before = fn.program_before(*args, **kwargs) if isinstance(fn, Fused) else None
+    if before is None or (before.in_tree, before.out_tree) != (graph.in_tree, graph.out_tree):
+        return every_lint(graph, Device.current())
+    return lints_of_fused(graph, before, fn.program_of, Device.current())

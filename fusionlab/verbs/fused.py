@@ -192,6 +192,16 @@ class Fused:
             return known
         return find_in(graph, self._options["passes"], device, self._options["implementation"])
 
+    def program_before(self, *args: Any, **kwargs: Any) -> PlainGraph:
+        """The program for these arguments in which sites are found: the original with its edits made."""
+        bound = bind_users(self.original, args, kwargs, **self.asked)
+        return with_edits(graph_of(bound, name_of(self.original)), Device.current(), self._options["edits"])
+
+    def program_of(self, graph: PlainGraph) -> Any:
+        """A closed jaxpr that computes a program, its sites fused as this one's are."""
+        found = self._search(graph, Device.current())
+        return found.rewritten(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
+
     def _dump(self, graph: PlainGraph, device: Device) -> None:
         """Writes what `dump=` asked for, if it did."""
         o = self._options

@@ -29,6 +29,7 @@ class RecomputedProducts:
     """The rule `recomputed_products`."""
 
     name = "recomputed_products"
+    before_fusing = True
     text = "a checkpoint whose backward pass computes products again that take more than a tenth of the step"
 
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:

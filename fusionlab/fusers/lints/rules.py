@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ...device import Device
 from ...errors import ArgumentError, unknown_name
@@ -17,11 +19,13 @@ from .stacked_scans import StackedScans
 RULES: tuple[Editing, ...] = (StackedScans(), RecomputedProducts())
 
 
-def lints_of(graph: Graph, device: Device, rules: Iterable[Rule] = RULES) -> tuple[Lint, ...]:
-    """The candidates for advice in a program, for a device; none at symbolic sizes, which have no cost."""
+def lints_of(
+    graph: Graph, device: Device, rules: Iterable[Rule] = RULES, time: float | None = None
+) -> tuple[Lint, ...]:
+    """The candidates for advice in a program, for a device; none at symbolic sizes, which have no cost. `time`: see `Program`."""
     if graph.numbered is not None:
         return ()
-    program, counted, found = Program(graph, device), {}, []
+    program, counted, found = Program(graph, device, time), {}, []
     for lint in (lint for rule in rules for lint in rule.lints(program)):
         counted[lint.id] = counted.get(lint.id, 0) + 1
         found.append(replace(lint, id=f"{lint.id}#{counted[lint.id]}"))
@@ -31,6 +35,25 @@ def lints_of(graph: Graph, device: Device, rules: Iterable[Rule] = RULES) -> tup
 def every_lint(graph: Graph, device: Device) -> tuple[Lint, ...]:
     """Those of `lints_of`, and the options of the compiler for this program."""
     return lints_of(graph, device, (*RULES, *OPTIONS))
+
+
+def lints_of_fused(graph: Graph, before: Graph, fused: Callable[[Graph], Any], device: Device) -> tuple[Lint, ...]:
+    """Those of `every_lint` for a program that was fused, with edits made where the program has what they are about.
+
+    Args:
+      graph: the fused program.
+      before: as it was before.
+      fused: makes the fused program of another such, a closed jaxpr.
+    """
+    first = [rule for rule in RULES if rule.before_fusing]
+    found = lints_of(before, device, first, Program(graph, device).at_best)
+    edited = [partial(_fused_after, before, lint, fused) for lint in found]
+    others = lints_of(graph, device, (*(rule for rule in RULES if not rule.before_fusing), *OPTIONS))
+    return (*(replace(lint, edited=edit) for lint, edit in zip(found, edited, strict=True)), *others)
+
+
+def _fused_after(before: Graph, lint: Lint, fused: Callable[[Graph], Any]) -> Any:
+    return fused(replace(before, top=block_of_jaxpr(lint.edited())))
 
 
 def rule_names(given: Iterable[str] | str) -> frozenset[str]:

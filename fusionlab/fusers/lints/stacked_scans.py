@@ -27,6 +27,7 @@ class StackedScans:
     """The rule `stacked_scan`."""
 
     name = "stacked_scan"
+    before_fusing = False
     text = "a scan over layers that stacks what its backward pass reads, where copying it takes more than a tenth of the step"
 
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:

@@ -27,9 +27,8 @@ _FUNCTIONS = frozenset().union(*FAMILIES.values()) - _PROGRAMS | frozenset(
     "shift_right_logical shift_right_arithmetic population_count clz real imag complex conj bitcast_convert_type lgamma digamma "
     "random_bits random_split random_fold_in random_seed random_wrap random_unwrap threefry2x32 rng_bit_generator".split()
 )
-_SCATTERS = frozenset(
-    "scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split()
-)  # each has one program
+# Of these, the name says which program they have.
+_SCATTERS = frozenset("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
 
 
 class Numbering:

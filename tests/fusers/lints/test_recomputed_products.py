@@ -10,7 +10,9 @@ import pytest
 import fusionlab as fl
 from fusionlab.fusers.lints.lint import Program
 from fusionlab.fusers.lints.recomputed_products import RecomputedProducts
+from fusionlab.fusers.lints.rules import lints_of_fused
 from fusionlab.graph.jax_compat import child_jaxprs, split_closed
+from fusionlab.graph.settings import as_function
 
 NAME = "recomputed_products"
 POLICY = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -279,11 +281,25 @@ def test_layers_of_convolutions_in_a_shard_map():
     assert_same(fl.fuse(mapped, edits=NAME, passes=()), mapped, *args)
 
 
-def test_advice_tries_it():
+@pytest.mark.parametrize("fused", [False, True])
+def test_advice_tries_it(fused):
     args = jax.tree.map(lambda a: jnp.full(a.shape, 0.01, "float32"), larger(16))
-    tried = fl.advise(step_of(unrolled), *args, samples=3, budget_s=0.1).tried
-    assert [t.lint.rule for t in tried] == [NAME]
-    assert tried[0].differing == ()
+    step = step_of(unrolled)
+    (tried,) = fl.advise(fl.fuse(step) if fused else step, *args, samples=3, budget_s=0.1).tried
+    assert tried.lint.rule == NAME
+    assert tried.differing == ()
+    assert fl.advise(fl.fuse(step, edits=NAME), *args).tried == ()
+
+
+def test_the_edit_of_a_fused_program_is_made_before_its_sites_are_fused():
+    step, args = step_of(unrolled), larger(256)
+    fused, edited = (fl.trace(fl.fuse(step, edits=edits), *args) for edits in ((), NAME))
+    lint = next(x for x in lints_of_fused(fused, fl.trace(step, *args), fl.fuse(step).program_of, fl.Device.of("h100")))
+    (plain,) = fl.find(step, *args, passes=(), device="h100").lints
+    assert plain.share < lint.share < 0.25  # of less time
+    assert (
+        fl.trace(as_function(lint.edited()), *jax.tree.leaves(args)).node_count == edited.node_count != fused.node_count
+    )
 
 
 @pytest.mark.dear
