@@ -15,7 +15,7 @@ from tests.fusers.lints.test_recomputed_products import PROGRAMS, arrays, step_o
 
 
 class Run:
-    """A run of a graph. `kept`: value id -> the entries of the scans and the trips of the while loops around it, outermost first -> array."""
+    """A run of a graph. `kept`: value id -> entries of the scans and trips of the while loops around it, outermost first -> array."""
 
     def __init__(self, graph, args):
         self.kept = {}
@@ -56,12 +56,11 @@ class Run:
 
     def loop(self, node, given, trip):
         cond, body = node.params["cond_nconsts"], node.params["body_nconsts"]
-        carry = given[cond + body :]
-        for count in itertools.count():
-            here = (*trip, (node.id, count))
-            if not self.block(node.blocks[0], [*given[:cond], *carry], here)[0]:
-                return carry
+        carry, here = given[cond + body :], (*trip, (node.id, 0))
+        while self.block(node.blocks[0], [*given[:cond], *carry], here)[0]:
             carry = self.block(node.blocks[1], [*given[cond : cond + body], *carry], here)
+            here = (*trip, (node.id, here[-1][1] + 1))
+        return carry
 
 
 def _read(env, atom):
