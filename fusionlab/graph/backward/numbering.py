@@ -68,7 +68,7 @@ class Numbering:
         return self._number(("literal", str(atom.dtype), atom.shape, bits))
 
     def _block(self, block: Block, depth: int) -> None:
-        """Numbers what a block makes; `depth` scans are around it."""
+        """Numbers what a block makes; `depth` loops are around it."""
         for value, array in block.consts:
             self._give([value], [self._number(("captured", id(array)))])
         for node in block.nodes:
@@ -78,7 +78,7 @@ class Numbering:
         regions = {"scan": self._scan, "while": self._while, "cond": self._cond}
         if node.primitive in regions:
             regions[node.primitive](node, given, depth)
-        elif node.primitive in _ONCE and len(node.blocks) == 1:
+        elif node.primitive in _ONCE and [len(b.inputs) for b in node.blocks] == [len(given)]:
             self._give(node.outputs, self._called(node.blocks[0], given, depth))
         elif _is_alone(node):
             self._inside(node, depth)
@@ -113,7 +113,8 @@ class Numbering:
         return results
 
     def _carried(self, initial: Sequence[int], depth: int) -> list[int]:
-        """The numbers of what a trip begins with, for as long as it is not known what a trip does."""
+        """The numbers of what a trip begins with, for as long as it is not known what a trip does. By `depth` they differ from those of the
+        loops around."""
         return [self._number(("carried", depth, i, first)) for i, first in enumerate(initial)]
 
     def _scan(self, node: Node, given: list[int], depth: int) -> None:
@@ -133,10 +134,10 @@ class Numbering:
         cond, body = node.blocks
         initial = given[of_cond + of_body :]
         carried = self._carried(initial, depth)
-        goes_on = self._aside(cond, [*given[:of_cond], *carried], depth)
-        results = self._aside(body, [*given[of_cond : of_cond + of_body], *carried], depth)
+        goes_on = self._aside(cond, [*given[:of_cond], *carried], depth + 1)
+        results = self._aside(body, [*given[of_cond : of_cond + of_body], *carried], depth + 1)
         loop = self._number(("while", depth, *initial, None, *goes_on, *results))
-        self._inside(node, depth)
+        self._inside(node, depth + 1)
         self._give(node.outputs, [self._number(("at the end", loop, i)) for i in range(len(initial))])
 
     def _entry(self, array: int, depth: int) -> int:

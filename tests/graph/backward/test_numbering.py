@@ -36,6 +36,14 @@ def looped(x, times, to=jnp.cos):
     return jax.lax.fori_loop(0, times, lambda i, x: to(x), x)
 
 
+def twice(x, added):
+    """Two while loops, one in the other, that begin with the same."""
+    times = x[0, 0].astype(int)
+    return jax.lax.fori_loop(
+        0, times, lambda i, v: jax.lax.fori_loop(0, times, lambda j, v: v + added(i, j).astype(float), v), x
+    )
+
+
 def halved(x, least):
     return jax.lax.while_loop(lambda x: x.sum() > least, lambda x: x / 2, x)
 
@@ -63,6 +71,7 @@ def halved(x, least):
         (lambda x: [jnp.sin(looped(x, n)) for n in (3, 4)], [1, 1]),
         (lambda x: [jnp.sin(looped(y, 3)) for y in (x, x.T)], [1, 1]),
         (lambda x: [jnp.sin(looped(x, 3, to)) for to in (jnp.cos, jnp.tanh)], [1, 1]),
+        (lambda x: [jnp.sin(twice(x, add)) for add in (lambda i, j: i, lambda i, j: j)], [1, 1]),
         (lambda x: [jnp.sin(halved(x, 1.0)) for _ in range(2)], [2]),
         (lambda x: [jnp.sin(halved(x, least)) for least in (1.0, 2.0)], [1, 1]),
     ],

@@ -89,9 +89,17 @@ def test_steps_with_checkpoints(name):
     assert assert_sound(step_of(PROGRAMS[name]), *arrays()) > 20
 
 
+def turns(c, a, added):
+    """Two while loops, one in the other, that begin with the same."""
+    times = 1 + (a[0] > 0).astype(int)
+    return jax.lax.fori_loop(
+        0, times, lambda i, v: jax.lax.fori_loop(0, times, lambda j, u: u * 0.5 + added(i, j).astype(float), v), c
+    )
+
+
 def body_of(draw, inner):
     """A scan's body of a carry and an entry, of random operations."""
-    steps = [draw.integers(0, 10) for _ in range(draw.integers(1, 5))]
+    steps = [draw.integers(0, 12) for _ in range(draw.integers(1, 5))]
 
     def one(kind, c, a):
         return [
@@ -105,6 +113,8 @@ def body_of(draw, inner):
             lambda: jax.lax.fori_loop(0, 2, lambda i, v: v * 0.5 + a, c),
             lambda: jax.checkpoint(jnp.cos)(c),
             lambda: a,
+            lambda: turns(c, a, lambda i, j: i),
+            lambda: turns(c, a, lambda i, j: j),
         ][kind]()
 
     def body(c, a):
