@@ -65,7 +65,7 @@ def advise(
 
 def _lints(fn: Callable, graph: Graph, args: tuple, kwargs: dict[str, Any]) -> tuple[Lint, ...]:
     """The lints of a program; of a fused one also those that an edit before fusing is for."""
-    before = fn.program_before(*args, **kwargs) if isinstance(fn, Fused) else None
+    before = fn.findings(*args, **kwargs).graph if isinstance(fn, Fused) else None
     if before is None or (before.in_tree, before.out_tree) != (graph.in_tree, graph.out_tree):
         return every_lint(graph, Device.current())
     return lints_of_fused(graph, before, fn.program_of, Device.current())

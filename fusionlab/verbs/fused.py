@@ -179,8 +179,7 @@ class Fused:
         found = self._search(graph, device)
         self._check_implementation(found)
         self._dump(graph, device)
-        closed = found.rewritten(o["only"], [s for s in o["skip"] if _known(found, s)])
-        outs = as_function(closed)(*jax.tree.leaves((bound.args, bound.kwargs)))
+        outs = as_function(self._program(found))(*jax.tree.leaves((bound.args, bound.kwargs)))
         out = bound.finish(jax.tree.unflatten(graph.out_tree, outs))
         if way == ASKS and _holds_objects(out):
             raise _Objects
@@ -192,14 +191,11 @@ class Fused:
             return known
         return find_in(graph, self._options["passes"], device, self._options["implementation"])
 
-    def program_before(self, *args: Any, **kwargs: Any) -> PlainGraph:
-        """The program for these arguments in which sites are found: the original with its edits made."""
-        bound = bind_users(self.original, args, kwargs, **self.asked)
-        return with_edits(graph_of(bound, name_of(self.original)), Device.current(), self._options["edits"])
-
     def program_of(self, graph: PlainGraph) -> Any:
         """A closed jaxpr that computes a program, its sites fused as this one's are."""
-        found = self._search(graph, Device.current())
+        return self._program(self._search(graph, Device.current()))
+
+    def _program(self, found: PlainFindings) -> Any:
         return found.rewritten(self._options["only"], [s for s in self._options["skip"] if _known(found, s)])
 
     def _dump(self, graph: PlainGraph, device: Device) -> None:

@@ -35,6 +35,11 @@ def test_a_record_is_added_to_by_the_next_run(tmp_path, capsys, monkeypatch):
     record = json.loads(path.read_text())
     assert record["cases"] == first["cases"] | {"vit train": {"tuning": {}}}
     assert record["command"].startswith(f"{first['command']}; python -m benchmarks tuned")
+    assert "commit" not in record["command"]  # of both
+
+    monkeypatch.setenv("FUSIONLAB_COMMIT", "0" * 40)
+    assert bench.main(["--quick", "--only", "vit", "-o", str(path)]) == 0
+    assert json.loads(path.read_text())["command"].endswith(f"  # commit {'0' * 40}")
 
 
 def test_a_budget_is_that_of_all_before_it_too(tmp_path, monkeypatch):

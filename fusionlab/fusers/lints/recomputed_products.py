@@ -124,8 +124,9 @@ class _Earlier:
         block that is given it; None without one."""
         place, ways, found = self.tree.of_value, self.tree.ways, dict[int, Value]()
         same = self.numbering.holders[self.numbering.of[value.id]]
-        first, *others = same[: same.index(value) + 1]
-        for other in [first, *(v for v in others if v.id not in self.products)]:
+        for other in same[: same.index(value)]:
+            if found and other.id in self.products:
+                continue  # computed again itself
             outside = body.path not in self.tree.up(place[other.id])
             if outside and other.aval == value.aval and _is_passed(self.tree, place[other.id], place[value.id]):
                 found.setdefault(len(ways(place[other.id], place[value.id])[0]), other)

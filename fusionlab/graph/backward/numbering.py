@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import jax
 import numpy as np
 
 from ..jax_compat import draws_by_entry, has_side_effects, scan_counts
@@ -151,8 +150,8 @@ def _is_plain(literal: Literal) -> bool:
 
 
 def _is_alone(node: Node) -> bool:
-    """Whether the results of a node are equal to nothing. The signature of a parameter leaves programs out, and shortens arrays."""
+    """Whether the results of a node are equal to nothing. The signature of its parameters leaves programs out."""
     if node.primitive in _SCATTERS:
         return False
-    opaque = any(holds_jaxpr(p) or isinstance(p, np.ndarray | jax.Array) for p in node.params.values())
-    return opaque or bool(node.blocks) or node.primitive not in _FUNCTIONS or has_side_effects(node.eqn)
+    programs = bool(node.blocks) or any(map(holds_jaxpr, node.params.values()))
+    return programs or node.primitive not in _FUNCTIONS or has_side_effects(node.eqn)

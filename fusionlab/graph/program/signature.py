@@ -108,6 +108,9 @@ def _param_key(value: Any) -> Any:
     if isinstance(value, type):  # a dtype may be named by its class; another class is none, but an "object"
         with contextlib.suppress(TypeError):
             value = value if np.dtype(value).kind == "O" else np.dtype(value)
+    array = getattr(value, "val", value)  # an attribute of an `ffi_call` holds its array
+    if isinstance(array, np.ndarray):  # printed, it is shortened and rounded
+        return array.shape, str(array.dtype), array.tobytes()
     text = str(value)
     return (text, _Itself(value)) if " at 0x" in text or (callable(value) and not isinstance(value, type)) else text
 

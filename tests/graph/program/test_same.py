@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fusionlab.graph.canonical.view import CanonicalView
-from fusionlab.graph.program.identical import computed_as
+from fusionlab.graph.program.identical import computed_alike, computed_as
 from fusionlab.graph.program.trace import block_of_jaxpr
 
 KEY = jax.eval_shape(lambda: jax.random.key(0))
@@ -63,3 +63,31 @@ def test_numbers_that_were_worked_out_elsewhere_are_the_numbers():
     assert computed_as(mine, mine.outputs[0], program, {number: 0.75}) is not None
     assert computed_as(mine, mine.outputs[0], program, {number: float(np.nextafter(np.float32(0.75), 1))}) is None
     assert computed_as(mine, mine.outputs[0], program, {}) is None
+
+
+def _called(x, by):
+    return jax.ffi.ffi_call("of_a_library", X)(x, by=by)
+
+
+def _split(key, partitionable):
+    with jax.threefry_partitionable(partitionable):
+        return jax.random.split(key, 3)
+
+
+@pytest.mark.parametrize(
+    ("fn", "arg", "same", "other"),
+    [
+        (_called, X, np.zeros(3000), np.eye(1, 3000, 1500)[0]),  # printed, both are zeros with dots between
+        (_called, X, np.array([1 / 3]), np.array([1 / 3 + 1e-12])),
+        (_called, X, 0.0, -0.0),
+        (_called, X, 2**60, 2**60 + 1),
+        (_split, KEY, True, False),
+    ],
+)
+def test_equations_with_other_parameters_are_not_the_same(fn, arg, same, other):
+    made = block(
+        lambda x: [fn(x, by) for by in (same, np.copy(same) if isinstance(same, np.ndarray) else same, other)], arg
+    )
+    first, second, third = made.outputs
+    assert computed_alike(made, first, second)
+    assert not computed_alike(made, first, third)
