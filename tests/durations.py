@@ -2,6 +2,7 @@
 
     python -m tests.durations record [PYTEST ARGUMENT ...]   # runs the default tier, rewrites tests/durations.json
     python -m tests.durations record -m rest                 # the same of the rest: sizes the slices
+    python -m tests.durations record tests/graph             # the same of some tests: what is on record of others stays
     python -m tests.durations compare FRESH.json             # where a run differs from the record by more than a factor of two
 
 Any run leaves a record of its own with `pytest --durations-to=FILE`. Processor time is what is written down, since it says
@@ -154,11 +155,15 @@ def record(arguments: list[str]) -> int:
     held["machine"] = (
         f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}, jax {jax.__version__}"
     )
-    held[f"{prefix}seconds"] = rounded(told["seconds"])
-    held[f"{prefix}cases"] = {name: told["cases"][name] for name in sorted(told["cases"])}
+    some = any((ROOT / a.partition("::")[0]).exists() for a in arguments)
+    kept = {name: held[name] if some else {} for name in (f"{prefix}seconds", f"{prefix}cases", "fixtures")}
+    held[f"{prefix}seconds"] = rounded(kept[f"{prefix}seconds"] | told["seconds"])
+    cases = kept[f"{prefix}cases"] | told["cases"]
+    held[f"{prefix}cases"] = {name: cases[name] for name in sorted(cases)}
     if not prefix:
         dear = {name: s for name, s in told["fixtures"].items() if s > DEAR_FIXTURE}
-        held["fixtures"] = rounded(dear)  # what two workers that share a module's tests may both have to make
+        # What two workers that share a module's tests may both have to make.
+        held["fixtures"] = rounded(kept["fixtures"] | dear)
     RECORD.write_text(json.dumps(held, indent=0) + "\n", "utf-8")
     return status
 

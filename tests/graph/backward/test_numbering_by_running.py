@@ -126,6 +126,7 @@ def body_of(draw, inner):
     return body
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize("first", range(0, 40, 10))
 def test_random_loops(first):
     assert sum(map(pairs_of_random_loops, range(first, first + 10))) > 200
