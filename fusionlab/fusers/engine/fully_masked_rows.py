@@ -14,7 +14,8 @@ import numpy as np
 from ...graph.canonical.nodes import ONE, CNode
 from ...graph.canonical.view import CanonicalView
 from ...graph.dtypes import is_float
-from ...graph.matching.region import VIEWS, constant_array, distinct
+from ...graph.matching.constants import constant_array, distinct
+from ...graph.matching.region import VIEWS
 from ...graph.program.ir import Block, Node, Value
 from ...graph.program.signature import Memo
 

@@ -16,8 +16,9 @@ from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.certify.programs import _added
 from fusionlab.graph.certify.verdict import relative_error
 from fusionlab.graph.declined import Declined
-from fusionlab.graph.matching import region
-from fusionlab.graph.matching.region import constant_array, cut, escapes, region_signature
+from fusionlab.graph.matching import constants
+from fusionlab.graph.matching.constants import constant_array
+from fusionlab.graph.matching.region import cut, escapes, region_signature
 from fusionlab.graph.program.signature import Memo
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import meaning_of
@@ -523,7 +524,7 @@ def test_a_constant_is_computed_and_an_argument_is_not():
 
 def test_a_constant_is_as_large_as_what_is_distinct_in_it(monkeypatch):
     table, row = jnp.arange(16.0).reshape(4, 4), jnp.arange(4.0)
-    monkeypatch.setattr(region, "_CONSTANT_LIMIT", 8)
+    monkeypatch.setattr(constants, "_LIMIT", 8)
 
     def fn(x):
         # Views of a captured array with more than 8 entries, with no more, and of one that is broadcast.

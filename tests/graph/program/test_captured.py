@@ -9,7 +9,7 @@ import pytest
 
 import fusionlab as fl
 from fusionlab.graph.canonical.blocks import views
-from fusionlab.graph.matching.region import constant_array
+from fusionlab.graph.matching.constants import constant_array
 from fusionlab.graph.program.captured import Captured, number, readable
 from fusionlab.graph.program.signature import Memo
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from fusionlab.errors import RewriteError
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.jax_compat import varying_axes
-from fusionlab.graph.matching.region import constant_array
+from fusionlab.graph.matching.constants import constant_array
 from fusionlab.graph.program.equations import slice_jaxpr
 from fusionlab.graph.program.in_shard_map import as_varying, has_mesh, make_jaxpr
 from fusionlab.graph.program.signature import Memo

@@ -12,8 +12,9 @@ import numpy as np
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
+from ....graph.matching.constants import constant_array, distinct
 from ....graph.matching.match import Match
-from ....graph.matching.region import Region, constant_array, distinct
+from ....graph.matching.region import Region
 from ....graph.program.ir import Value
 from ....graph.program.signature import Memo
 from ...engine.layout import BROADCAST, constant_with_axes

@@ -13,7 +13,8 @@ from ....graph.canonical.view import CanonicalView
 from ....graph.declined import Declined
 from ....graph.dtypes import is_float
 from ....graph.jax_compat import has_side_effects
-from ....graph.matching.region import Region, dead_with, is_constant
+from ....graph.matching.constants import is_constant
+from ....graph.matching.region import Region, dead_with
 from ....graph.matching.walks import makers_of
 from ....graph.primitives import having
 from ....graph.program.ir import Node, Value, values_in

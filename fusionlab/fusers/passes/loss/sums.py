@@ -15,7 +15,8 @@ from jax.extend import core as jex_core
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.dtypes import is_float
-from ....graph.matching.region import CASTS, VIEWS, Region, constant_array
+from ....graph.matching.constants import constant_array
+from ....graph.matching.region import CASTS, VIEWS, Region
 from ....graph.matching.walks import makers_of, source_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
