@@ -30,8 +30,8 @@ def advise(
     static_argnames: str | Iterable[str] = (),
     **kwargs: Any,
 ) -> Advice:
-    """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more than a tenth of its time; on a CUDA
-    device also some options of XLA's compiler, of which those are advised that save more than a hundredth.
+    """Tries the edit of every lint of a program (`find(...).lints`), and advises those that save more of its time than their rule asks
+    for, a tenth or 3 %; on a CUDA device also some options of XLA's compiler, of which those are advised that save more than a hundredth.
 
     The edit is made in the traced program, so no source is changed. Original and edited program run in turns, each edit by itself;
     options that are advised are tried together as well.

@@ -56,7 +56,7 @@ class TriedLint(Shown):
 
     @property
     def helps(self) -> bool:
-        """Whether it is advised: the results are the same, and the whole interval lies above what it has to save, a tenth for an edit."""
+        """Whether it is advised: the results are the same, and the whole interval lies above what it has to save."""
         return not self.differing and self.timing.verdict == Verdict.FASTER and self.saves[0] > self.lint.least
 
     @property
@@ -80,7 +80,7 @@ class TriedLint(Shown):
         why = (
             str(self.timing.verdict)
             if self.saves[0] > least
-            else f"it does not clearly save {_IN_WORDS.get(least, least)}"
+            else f"it does not clearly save {_IN_WORDS.get(least, f'{least:.0%}')}"
         )
         why = f"{', '.join(self.differing)} differ" if self.differing else why
         return f"{self.lint.id}{where}: no advice, {why}; {self.timing.text}; {self.cost}"
@@ -114,17 +114,24 @@ class Advice(Shown):
 
     @property
     def given(self) -> tuple[TriedLint, ...]:
-        """Those whose edit saves more than a tenth of the time, or whose option more than a hundredth."""
+        """Those that save more of the time than their rule asks for: a tenth, 3 % of `recomputed_products`, a hundredth of an option."""
         return tuple(t for t in self.tried if t.helps)
+
+    @staticmethod
+    def _kind(lint: Lint) -> str:
+        """What has to save that much, in words."""
+        if lint.options:
+            return "an option of the compiler"
+        return "an edit" if lint.least == LEAST else f"the edit of {lint.rule}"
 
     def __str__(self) -> str:
         if not self.tried:
             return f"{self.name}: no lint, so nothing was tried"
         n = len(self.tried)
-        rule = f"an edit has to save more than {LEAST:.0%} of the time"
-        if any(t.lint.options for t in self.tried):
-            rule += f", an option of the compiler {LEAST_BY_OPTION:.0%}"
-        head = f"{self.name}: {n} {plural('lint', n)} tried, {len(self.given)} advised ({rule})"
+        leasts = {self._kind(t.lint): f"{t.lint.least:.0%}" for t in sorted(self.tried, key=lambda t: -t.lint.least)}
+        (first, least), *others = leasts.items()
+        rules = ", ".join([f"{first} has to save more than {least} of the time", *(" ".join(each) for each in others)])
+        head = f"{self.name}: {n} {plural('lint', n)} tried, {len(self.given)} advised ({rules})"
         ordered = sorted(self.tried, key=lambda t: not t.helps)
         return "\n".join([head, *("  " + str(t).replace("\n", "\n  ") for t in ordered), f"  on {self.hardware}"])
 

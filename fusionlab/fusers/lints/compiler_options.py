@@ -36,6 +36,7 @@ class CompilerOption:
     value: Any
     text: str
     concerns: Callable[[Program], list[Node]]
+    before_fusing = False
 
     def lints(self, program: Program, least: float = LEAST) -> Iterator[Lint]:
         """Its lint, whatever it may save."""

@@ -76,13 +76,13 @@ class Lint(Shown):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """What rules look at: a traced program, and the device it is to run on. Where it is to be fused, `time` is that of the fused program,
-    in the unit of `at_best`.
+    """What rules look at: a traced program, and the device it is to run on. Where it is to be fused, `fused` gives the time of the fused
+    program, in the unit of `at_best`.
     """
 
     graph: Graph
     device: Device
-    time: float | None = None
+    fused: Callable[[], float] | None = None
 
     @property
     def flop_per_byte(self) -> float:
@@ -100,14 +100,16 @@ class Program:
     @functools.cached_property
     def at_best(self) -> float:
         """Its time by the roofline, as the bytes that a copy moves meanwhile: the sum over the kernels that XLA is expected to make."""
-        if self.time is not None:
-            return self.time
+        if self.fused is not None:
+            return self.fused()
         kernels = kernels_of(self.costs)
         return sum(max(k.cost.operations / self.flop_per_byte, k.cost.bytes_moved) for k in kernels)
 
 
 class Rule(Protocol):
-    """What proposes lints of one kind."""
+    """What proposes lints of one kind. Where `before_fusing`, fused ops hide some of what it looks for."""
+
+    before_fusing: bool
 
     @property
     def name(self) -> str:
@@ -125,9 +127,7 @@ class Rule(Protocol):
 
 
 class Editing(Rule, Protocol):
-    """A rule whose edits `fl.fuse` can make. Where `before_fusing`, fused ops hide some of what it looks for."""
-
-    before_fusing: bool
+    """A rule whose edits `fl.fuse` can make."""
 
     def edited(self, program: Program) -> Any | None:
         """The program with every edit made, however little it may save, a closed jaxpr; None without one."""

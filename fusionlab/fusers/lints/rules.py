@@ -20,13 +20,15 @@ RULES: tuple[Editing, ...] = (StackedScans(), RecomputedProducts())
 
 
 def lints_of(
-    graph: Graph, device: Device, rules: Iterable[Rule] = RULES, time: float | None = None
+    graph: Graph, device: Device, rules: Iterable[Rule] = RULES, fused: Callable[[], float] | None = None
 ) -> tuple[Lint, ...]:
-    """The candidates for advice in a program, for a device; none at symbolic sizes, which have no cost. `time`: see `Program`."""
+    """The candidates for advice in a program, for a device; none at symbolic sizes, which have no cost. `fused`: see `Program`; rules that
+    look at what fused ops do not hide take the time of the program as it is."""
     if graph.numbered is not None:
         return ()
-    program, counted, found = Program(graph, device, time), {}, []
-    for lint in (lint for rule in rules for lint in rule.lints(program)):
+    program, counted, found = Program(graph, device), {}, []
+    before = replace(program, fused=fused)
+    for lint in (lint for rule in rules for lint in rule.lints(before if rule.before_fusing else program)):
         counted[lint.id] = counted.get(lint.id, 0) + 1
         found.append(replace(lint, id=f"{lint.id}#{counted[lint.id]}"))
     return tuple(found)
@@ -46,7 +48,7 @@ def lints_of_fused(graph: Graph, before: Graph, fused: Callable[[Graph], Any], d
       fused: makes the fused program of another such, a closed jaxpr.
     """
     first = [rule for rule in RULES if rule.before_fusing]
-    found = lints_of(before, device, first, Program(graph, device).at_best)
+    found = lints_of(before, device, first, lambda: Program(graph, device).at_best)
     edited = [partial(_fused_after, before, lint, fused) for lint in found]
     others = lints_of(graph, device, (*(rule for rule in RULES if not rule.before_fusing), *OPTIONS))
     return (*(replace(lint, edited=edit) for lint, edit in zip(found, edited, strict=True)), *others)

@@ -25,7 +25,7 @@ from ...tracebacks import errors_for_users
 from ..engine.grouping import STATE_WORDS, code_counts, columns_of, states_said
 from ..engine.outcomes import Candidate, Rejection
 from ..engine.pairs import Pair
-from ..lints.lint import Lint
+from ..lints.lint import Lint, Program
 from ..lints.rules import lints_of
 from ..passes.matmul.route_table import Routes
 from .explaining import explained
@@ -126,7 +126,10 @@ class Findings(Shown):
     def lints(self) -> tuple[Lint, ...]:
         """Advice that no fusion gives, by the roofline of the device: `fusionlab.advise` tries each edit and measures it."""
         where = self.where
-        return Records(guarded(lambda: lints_of(self.graph, where), lambda fault: ()) if where is not None else ())
+        if where is None:
+            return Records(())
+        fused = (lambda: Program(self.apply(), where).at_best) if self.select() else None
+        return Records(guarded(lambda: lints_of(self.graph, where, fused=fused), lambda fault: ()))
 
     @functools.cached_property
     def waiting(self) -> Waiting | None:

@@ -58,6 +58,11 @@ def test_only_a_clear_tenth_is_advised():
     assert f"edit: {x.edit}" in text
     assert "no advice, it does not clearly save a tenth" in text
     assert text.count(x.edit) == 1  # an edit that did not help is not repeated as advice
+    less = dataclasses.replace(x, rule="recomputed_products", least=0.03)
+    assert TriedLint(less, timed(1.04)).helps
+    text = str(Advice("step", (TriedLint(less, timed(1.02)), good), "a card"))
+    assert "(an edit has to save more than 10% of the time, the edit of recomputed_products 3%)" in text
+    assert "no advice, it does not clearly save 3%" in text
 
 
 @pytest.mark.dear

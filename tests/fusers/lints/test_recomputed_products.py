@@ -307,6 +307,10 @@ def test_the_edit_of_a_fused_program_is_made_before_its_sites_are_fused():
     lint = next(x for x in lints_of_fused(fused, fl.trace(step, *args), fl.fuse(step).program_of, fl.Device.of("h100")))
     (plain,) = fl.find(step, *args, passes=(), device="h100").lints
     assert plain.share < lint.share < 0.25  # of less time
+    (found,) = fl.find(step, *args, device="h100").lints  # of the time that the program takes once it is fused
+    assert plain.share < found.share < 0.25
+    assert "of the fused program's time" in found.sentence
+    assert "of the program's time" in plain.sentence
     assert (
         fl.trace(as_function(lint.edited()), *jax.tree.leaves(args)).node_count == edited.node_count != fused.node_count
     )
