@@ -167,7 +167,8 @@ def in_float64(step: Any, args: Any) -> list[Any]:
     """The leaves of what a function returns, in numpy's float64; none where it has no meaning there."""
     import jax
 
-    from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate
+    from fusionlab.graph.interpret.evaluate import evaluate
+    from fusionlab.graph.interpret.limits import CannotEvaluate
 
     from ..search.cotangents import wide
 

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate
+from fusionlab.graph.interpret.evaluate import evaluate
+from fusionlab.graph.interpret.limits import CannotEvaluate
 from fusionlab.graph.program.equations import slice_jaxpr
 from fusionlab.graph.program.ir import Block, Node, Value
 

@@ -10,7 +10,8 @@ from flax import nnx
 from jax.extend import core as jex_core
 
 import fusionlab as fl
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate
+from fusionlab.graph.interpret.evaluate import evaluate
+from fusionlab.graph.interpret.limits import CannotEvaluate
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(3, 4)), "float32")
 

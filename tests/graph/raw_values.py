@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, floats_to_float64
+from fusionlab.graph.interpret.evaluate import evaluate, floats_to_float64
+from fusionlab.graph.interpret.limits import CannotEvaluate
 from fusionlab.graph.interpret.widen import CONSTANT, PLAIN, RANDOM, Interpreter, Val, plain
 from fusionlab.graph.jax_compat import enable_x64, split_closed
 from fusionlab.graph.program.ir import Atom, Block, Literal, Node, Value

@@ -23,7 +23,8 @@ from fusionlab.device import Device
 from fusionlab.fusers import find_in, registry
 from fusionlab.graph.certify.certify import Certifier
 from fusionlab.graph.dtypes import is_float
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
+from fusionlab.graph.interpret.evaluate import evaluate, traced_once
+from fusionlab.graph.interpret.limits import CannotEvaluate
 from fusionlab.kernels import meaning_of
 from fusionlab.testing.tolerances import tolerance
 from tests.asked import by_default

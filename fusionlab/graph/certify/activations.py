@@ -24,7 +24,8 @@ from jax.extend import core as jex_core
 from ..canonical.nodes import ONE
 from ..canonical.rules import is_jax_rule
 from ..canonical.view import CanonicalView
-from ..interpret.evaluate import CannotEvaluate, Inline, ReducedSizes, evaluate
+from ..interpret.evaluate import Inline, ReducedSizes, evaluate
+from ..interpret.limits import CannotEvaluate
 from ..jax_compat import names_an_axis
 from ..primitives import having
 from ..program.boundary import guarded

@@ -16,7 +16,7 @@ from typing import Any
 from ..canonical.rules import is_jax_rule
 from ..cost.rules import EXPANDED, TRANSCENDENTAL, UNIT_COST_ELEMENTWISE
 from ..interpret.evaluate import Inline
-from ..interpret.numpy_rules import KEPT_SIZES
+from ..interpret.limits import KEPT_SIZES
 from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..primitives import having

@@ -15,7 +15,8 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from ..dtypes import is_float
-from ..interpret.evaluate import CannotEvaluate, Inline, ReducedSizes, traced_once
+from ..interpret.evaluate import Inline, ReducedSizes, traced_once
+from ..interpret.limits import CannotEvaluate
 from ..jax_compat import varies
 from ..matching.region import Region, region_signature
 from ..program.explicit_axes import Misplaced, placing, sharding_in_type

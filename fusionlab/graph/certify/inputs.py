@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 
 from ..dtypes import is_float
 from ..interpret.evaluate import ReducedSizes
-from ..interpret.numpy_rules import KEPT_SIZES, CannotEvaluate
+from ..interpret.limits import KEPT_SIZES, CannotEvaluate
 from ..interpret.random_bits import Keys
 from ..jax_compat import split_closed, threefry_key
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..interpret.evaluate import CannotEvaluate, CutError, PositionsError, SizesDifferError, TooLargeError
-from ..interpret.numpy_rules import KEPT_SIZES
+from ..interpret.limits import KEPT_SIZES, CannotEvaluate, CutError, PositionsError, SizesDifferError, TooLargeError
 from .inputs import Reduction
 
 _MOST_PRODUCT_SIZES = 16  # sizes that are products of others

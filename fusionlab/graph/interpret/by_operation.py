@@ -17,8 +17,9 @@ from jax.core import Tracer
 from ..jax_compat import child_jaxprs, scan_counts, split_closed
 from ..primitives import having
 from .evaluate import ReducedSizes, _Run
+from .limits import CannotEvaluate
 from .numpy_indexing import PLACED
-from .numpy_rules import PLAIN, SHAPED, CannotEvaluate
+from .numpy_rules import PLAIN, SHAPED
 from .pieces import Piece, Program
 from .widen import Interpreter, Val, draws, is_inexact, plain, wide_dtype, widen
 

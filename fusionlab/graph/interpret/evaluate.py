@@ -26,24 +26,15 @@ from ..program.explicit_axes import make_typed_jaxpr
 from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax
 from ..program.trace import FLATTENED
-from .numpy_indexing import PLACED
-from .numpy_rules import (
-    BOUND,
-    OF_KEYS,
-    PLAIN,
-    SHAPED,
-    Array,
+from .limits import (
+    CannotEvaluate,
+    SizesDifferError,
     at_real_sizes,
-    bound,
     kept_ends,
     no_more_than,
-    random_bits,
 )
-from .numpy_rules import CannotEvaluate as CannotEvaluate
-from .numpy_rules import CutError as CutError
-from .numpy_rules import PositionsError as PositionsError
-from .numpy_rules import SizesDifferError as SizesDifferError
-from .numpy_rules import TooLargeError as TooLargeError
+from .numpy_indexing import PLACED
+from .numpy_rules import BOUND, OF_KEYS, PLAIN, SHAPED, Array, bound, random_bits
 from .random_bits import as_jax
 
 _ARRAYS: Any = (np.ndarray, np.generic, jax.Array)  # what a program captures and nothing changes

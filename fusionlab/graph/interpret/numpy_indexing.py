@@ -15,19 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from .numpy_rules import (
+from .limits import (
     KEPT_SIZES,
-    Array,
     CannotEvaluate,
     CutError,
-    NumpyRule,
     PositionsError,
     SizesDifferError,
-    bound,
     kept_ends,
     no_positions,
     unreduced,
 )
+from .numpy_rules import Array, NumpyRule, bound
 
 _PARTS = 64  # an axis of more parts than that would hardly be reduced
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from ..primitives import SUMS_OVER_DEVICES
-from .evaluate import CannotEvaluate, Inline, ReducedSizes, evaluate
+from .evaluate import Inline, ReducedSizes, evaluate
+from .limits import CannotEvaluate
 from .numpy_rules import Array
 
 COUNT = 2

@@ -21,7 +21,8 @@ import numpy as np
 from ...device import Device
 from ...errors import ArgumentError, BackendError, CompileError, MissingDependencyError
 from ...graph.certify.verdict import relative_error
-from ...graph.interpret.evaluate import CannotEvaluate, evaluate
+from ...graph.interpret.evaluate import evaluate
+from ...graph.interpret.limits import CannotEvaluate
 from ...graph.settings import matmul_precision
 from ...showing import Shown
 from ...tracebacks import errors_for_users

@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify.certify import Certifier
-from fusionlab.graph.interpret.evaluate import CannotEvaluate, ReducedSizes
+from fusionlab.graph.interpret.evaluate import ReducedSizes
+from fusionlab.graph.interpret.limits import CannotEvaluate
 from fusionlab.graph.interpret.on_devices import COUNT, evaluate_together
 from fusionlab.graph.matching.region import cut
 from fusionlab.graph.program.trace import trace

@@ -9,14 +9,8 @@ import pytest
 from jax import lax
 
 import fusionlab as fl
-from fusionlab.graph.interpret.evaluate import (
-    CannotEvaluate,
-    CutError,
-    PositionsError,
-    ReducedSizes,
-    TooLargeError,
-    evaluate,
-)
+from fusionlab.graph.interpret.evaluate import ReducedSizes, evaluate
+from fusionlab.graph.interpret.limits import CannotEvaluate, CutError, PositionsError, TooLargeError
 from fusionlab.kernels import meaning_of
 from tests.soundness import generator
 

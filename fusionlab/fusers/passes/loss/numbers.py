@@ -20,7 +20,8 @@ from ....graph.certify.certify import with_vjp
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.declined import Declined
-from ....graph.interpret.evaluate import CannotEvaluate, evaluate
+from ....graph.interpret.evaluate import evaluate
+from ....graph.interpret.limits import CannotEvaluate
 from ....graph.matching.region import Region
 from ....graph.program.equations import slice_jaxpr
 from ....graph.program.in_shard_map import make_jaxpr

@@ -18,7 +18,8 @@ from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.certify.verdict import relative_error, tolerance_of
 from ....graph.declined import Declined
-from ....graph.interpret.evaluate import CannotEvaluate, evaluate, traced_once
+from ....graph.interpret.evaluate import evaluate, traced_once
+from ....graph.interpret.limits import CannotEvaluate
 from ....graph.matching.region import Region
 from ....graph.program.in_shard_map import make_jaxpr
 from ....kernels import plain_meaning_of

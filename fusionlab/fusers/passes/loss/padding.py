@@ -10,7 +10,8 @@ import numpy as np
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.certify.inputs import Reduction, inputs_of
-from ....graph.interpret.evaluate import CannotEvaluate, evaluate
+from ....graph.interpret.evaluate import evaluate
+from ....graph.interpret.limits import CannotEvaluate
 from ....graph.matching.constants import is_constant
 from ....graph.matching.walks import makers_of
 from ....graph.program.equations import slice_jaxpr
