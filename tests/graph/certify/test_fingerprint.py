@@ -15,8 +15,9 @@ import fusionlab as fl
 from fusionlab.fusers.passes.linear.epilogues import KNOWN
 from fusionlab.graph.canonical.view import CanonicalView
 from fusionlab.graph.certify import activations as fingerprint
-from fusionlab.graph.certify.activations import ACTIVATION_TOLERANCE, LOOKS, _known_profile, cone, distance, recognise
+from fusionlab.graph.certify.activations import ACTIVATION_TOLERANCE, LOOKS, _known_profile, cone, recognise
 from fusionlab.graph.certify.certify import Certifier
+from fusionlab.graph.certify.profiles import distance
 from fusionlab.graph.program.trace import trace
 from fusionlab.kernels import meaning_of
 
