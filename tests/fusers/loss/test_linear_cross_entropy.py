@@ -359,6 +359,12 @@ def several_axes(x, w, y):
     return integer_labels(jnp.einsum("nhd,hdv->nv", x.reshape(N, 2, -1), w.reshape(2, -1, V)), y).mean()
 
 
+def gradient_by_example(x, w, y):
+    return jax.vmap(jax.grad(lambda w, x, y: integer_labels(x @ w, y).mean()), (None, 0, 0))(
+        w, x.reshape(2, 6, E), y.reshape(2, 6)
+    )
+
+
 DECLINED = {
     "logits are returned": (logits_returned, "escapes", "is also returned"),
     "another loss of the logits": (two_losses, "value", "another function of the logits"),
@@ -377,6 +383,7 @@ DECLINED = {
     "whether the loss is a number": (number_asked_for, "value", "tests for that"),
     "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
     "whether a gradient is a number": (gradient_asked_for, "value", "tests for that"),
+    "a gradient for each example": (gradient_by_example, "structure", "one for each example"),
     "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "axes", "are empty"),
     "a mask that numpy made": (
         lambda x, w, y: integer_labels(jnp.where(np.arange(V) < 30, x @ w, -1e9), y).mean(),

@@ -7,6 +7,7 @@ of their own: the op is called for its gradients, with the cotangents of the row
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
@@ -27,6 +28,7 @@ from .rows import Cut, Downstream, cuts_with_weights, labels_of
 from .softmaxes import exponentials
 
 _THROUGH = VIEWS | CASTS
+_SUM_FIRST = "sum the loss over the examples before it is differentiated, if each example's gradient is not needed"
 
 
 class GradientsOfLoss(Site):
@@ -42,6 +44,7 @@ class GradientsOfLoss(Site):
             return None  # of a router, or another softmax
         self.nodes = (found.head.product, *found.head.chain, self.anchor)
         check_head(self.view, found.head, total)
+        _check_sizes(found, roots)
         argmax = found.argmax()
         others += [*values] if argmax is None else [argmax, *values]
         problem: Declined | None = None
@@ -118,6 +121,15 @@ def _gradient(found: Downstream, node: Node, named: Mapping[int, str]) -> tuple[
     # The product with w makes the gradient of x.
     name = {"x": "w", "w": "x"}.get(named.get(other.id, "")) if isinstance(other, Value) else None
     return name, name == "w" and inside[0] != head.transposed
+
+
+def _check_sizes(found: Downstream, roots: Mapping[str, Value]) -> None:
+    """Raises Declined where a gradient is not of its operand's size: of each example, as by vmap(grad(loss)), or of a part."""
+    for name, root in roots.items():
+        operand = found.head.leaves[name]
+        if math.prod(root.shape) != math.prod(operand.shape):
+            sentence = f"{root!r} is no gradient of {operand!r}, but one for each example or for a part of it"
+            raise Declined(sentence, "structure", edit=_SUM_FIRST)
 
 
 def _as_operand(found: Downstream, value: Value, operand: Value, turned: bool) -> Value:
