@@ -72,6 +72,11 @@ def _same(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     return list(ins[: len(node.outputs)])
 
 
+def _reshard(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
+    """The identity if it names no mesh: JAX writes one into the derivative, traced on no mesh, of a program that was traced on one."""
+    return [ins[0]] if node.params["dst_sharding"].mesh.empty else view.opaque(node, ins)
+
+
 def _stop_gradient(view: CanonicalView, node: Node, ins: list[Ref]) -> list[Ref]:
     """Transparent only on the maximum that softmax subtracts (of a row, with or without one more logit), whose gradient cancels; elsewhere
     it changes gradients."""
@@ -400,6 +405,7 @@ CANONICAL_RULES: dict[str, CanonicalRule] = {
     **dict.fromkeys(having("slice"), sliced),
     "split": split,
     "unstack": unstacked,
+    "reshard": _reshard,
     "stop_gradient": _stop_gradient,
     "convert_element_type": _convert,
     "reduce_precision": _reduce_precision,

@@ -55,7 +55,7 @@ def _computed(primitive: str, params: Any, values: Sequence[np.ndarray], dtype: 
         return _convert(values[0], np.dtype(dtype))
     if primitive == "integer_pow":
         return None if integers else np.power(values[0], values[0].dtype.type(params["y"]))
-    if primitive in ("broadcast_in_dim", "copy", "pvary", "reshape", "squeeze", "stop_gradient"):
+    if primitive in ("broadcast_in_dim", "copy", "pvary", "reshape", "reshard", "squeeze", "stop_gradient"):
         return values[0]
     if primitive not in _OPERATIONS or (integers and primitive in ("div", "pow", "rsqrt")):
         return None

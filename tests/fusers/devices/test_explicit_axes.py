@@ -150,6 +150,31 @@ def test_a_constraint_on_auto_axes_before_the_bias_is_told_as_well():
     assert "= sharding_constraint (test_explicit_axes.py" in found.rejections[0].sentence
 
 
+def sigmoid_layer(w, x, y):
+    return jnp.mean(jax.nn.sigmoid(x @ w) ** 2)
+
+
+def head(w, x, y):
+    logits = x @ w
+    picked = jnp.take_along_axis(logits, y[:, None], -1)[:, 0]
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+@pytest.mark.parametrize(("loss", "site"), [(sigmoid_layer, "gemm_epilogue"), (head, "linear_cross_entropy")])
+def test_a_number_that_jax_places_on_the_mesh_is_that_number_in_the_backward_pass_too(kind, loss, site):
+    """The derivatives of a sigmoid and of an absolute value read a 1 and a 0, each by a reshard of its own."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(kind,))
+    draw = np.random.default_rng(0).normal
+    x, y = jax.device_put((jnp.float32(draw(size=(4, 6))), jnp.arange(4)), NamedSharding(mesh, P("d")))
+    w = jax.device_put(jnp.float32(draw(size=(6, 8))), NamedSharding(mesh, P()))
+    step = jax.value_and_grad(loss)
+    found = fl.find(step, w, x, y, passes=site, device="cpu")
+    assert "reshard" in str(found.graph)
+    assert found.counts()[f"{site}_grad"] == 1
+    same(fl.fuse(step, passes=[site])(w, x, y), jax.jit(step)(w, x, y))
+
+
 def test_a_weak_result_stays_weak():
     """Of Python numbers: what is made of one and a bfloat16 array is bfloat16."""
     fn = lambda a, b, t: a + t * (b - a)  # noqa: E731
