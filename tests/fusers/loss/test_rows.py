@@ -91,6 +91,24 @@ def test_a_cut_is_found_where_its_axis_is_summed_too_and_where_another_cut_follo
     assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
 
 
+def contrastive(x, z):
+    """Each row's own class is one of the first of more; with as many classes as rows there is no proof at reduced sizes."""
+    return integer_labels(x @ z.T / 0.1, jnp.arange(len(x))).mean()
+
+
+def test_labels_that_the_program_counts_up_itself_are_labels():
+    shapes = [jax.ShapeDtypeStruct((n, 512), "bfloat16") for n in (1024, 8192)]
+    assert len(fl.find(contrastive, *shapes, passes=NAME, device="h200").candidates) == 1
+
+
+@pytest.mark.dear
+def test_a_loss_by_labels_that_are_counted_up_and_its_gradients():
+    draw = np.random.default_rng(5)
+    x, z = (jnp.asarray(draw.normal(size=(n, 8)), jnp.float32) for n in (12, 20))
+    found = agree(jax.value_and_grad(contrastive, (0, 1)), x, z, passes=[NAME], factor=4)
+    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}
+
+
 @pytest.mark.dear
 @pytest.mark.parametrize(
     "form",

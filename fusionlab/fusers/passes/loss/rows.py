@@ -102,7 +102,7 @@ def cuts(found: Downstream, root: Value, others: tuple[Value, ...], weights: Val
     Raises:
       Declined: no region does.
     """
-    labels = sorted(labels_of(found, root), key=lambda v: -v.id)
+    labels = sorted(labels_of(found, root) or labels_of(found, root, constant=True), key=lambda v: -v.id)
     one = False
     for value in labels:
         cut = _cut(found, root, value, others, weights)
@@ -156,13 +156,16 @@ def _is_number(value: Value) -> bool:
     return is_float(value.dtype) or value.dtype == bool
 
 
-def labels_of(found: Downstream, root: Value) -> list[Value]:
-    """The integers with one entry for each row that a value is computed from, besides the logits."""
+def labels_of(found: Downstream, root: Value, constant: bool = False) -> list[Value]:
+    """The integers with one entry for each row that a value is computed from, besides the logits.
+
+    With `constant` also those that are computed from numbers alone: where each row is the only one of its class, `jnp.arange(rows)`.
+    """
     block, wanted = found.view.block, nonunit(found.head.rows)
     stack, seen, given = [root], {v.id for v in found.head.leaves.values()}, dict[int, Value]()
     while stack:
         value = stack.pop()
-        if value.id in seen or is_constant(found.view, value):
+        if value.id in seen or (not constant and is_constant(found.view, value)):
             continue
         seen.add(value.id)
         if np.dtype(value.dtype).kind in "iu" and value.id not in found.ids and nonunit(value.shape) == wanted:
