@@ -136,6 +136,13 @@ def rounded(seconds: dict[str, float]) -> dict[str, float]:
     return {name: round(seconds[name], 2) for name in sorted(seconds)}
 
 
+def ran_whole(name: str, arguments: list[str]) -> bool:
+    """Whether the file of a test function was run whole, so that the function, if it did not run, is gone or of another tier."""
+    path = ROOT / name.partition("::")[0]
+    paths = [ROOT / a for a in arguments if (ROOT / a).exists()]
+    return "-k" not in arguments and any(p in (path, *path.parents) for p in paths)
+
+
 def record(arguments: list[str]) -> int:
     """Runs pytest with caches of its own and writes what its tests took into the record; the exit status."""
     with tempfile.TemporaryDirectory() as folder:
@@ -157,6 +164,8 @@ def record(arguments: list[str]) -> int:
     )
     some = any((ROOT / a.partition("::")[0]).exists() for a in arguments)
     kept = {name: held[name] if some else {} for name in (f"{prefix}seconds", f"{prefix}cases", "fixtures")}
+    for name in [name for name in kept[f"{prefix}seconds"] if ran_whole(name, arguments)]:
+        del kept[f"{prefix}seconds"][name], kept[f"{prefix}cases"][name]
     held[f"{prefix}seconds"] = rounded(kept[f"{prefix}seconds"] | told["seconds"])
     cases = kept[f"{prefix}cases"] | told["cases"]
     held[f"{prefix}cases"] = {name: cases[name] for name in sorted(cases)}

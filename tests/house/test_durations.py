@@ -43,6 +43,21 @@ def test_a_run_is_held_against_the_record(tmp_path, capsys, monkeypatch):
     ]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        (["tests/house"], True),
+        (["-q", "tests/house/test_durations.py"], True),
+        (["tests/docs", "tests/house/test_prose.py"], False),
+        (["tests/house/test_durations.py", "-k", "time"], False),
+        (["tests/house/test_durations.py::test_time_of_child_processes_counts"], False),
+        (["-q"], False),
+    ],
+)
+def test_a_file_that_was_run_whole_has_no_other_tests(arguments, whole):
+    assert durations.ran_whole("tests/house/test_durations.py::test_that_was_removed", arguments) is whole
+
+
 def test_time_of_child_processes_counts():
     begun = durations.processor_seconds()
     burn = "import time\nwhile time.process_time() < 0.3: pass"

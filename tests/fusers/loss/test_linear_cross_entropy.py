@@ -163,6 +163,7 @@ def test_rows_that_are_left_out_of_a_softmax_give_no_gradient_and_the_site_says_
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.dear
 def test_a_train_step_that_tests_such_a_gradient_keeps_its_loss():
     def step(x, w, mask):
         loss, gradient = jax.value_and_grad(without_rows, 1)(x, w, mask)
@@ -365,6 +366,22 @@ def gradient_by_example(x, w, y):
     )
 
 
+def classes_over_devices(x, w, y):
+    """As Megatron-LM splits the vocabulary: each device has the logits of some classes, and sums are taken over the devices."""
+
+    def local(x, w, y):
+        z = x @ w
+        most = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), "d")
+        total = jax.lax.psum(jnp.exp(z - most[:, None]).sum(-1), "d")
+        mine = y - jax.lax.axis_index("d") * w.shape[1]
+        picked = jnp.take_along_axis(z, jnp.clip(mine, 0, w.shape[1] - 1)[:, None], 1)[:, 0]
+        picked = jax.lax.psum(jnp.where((mine >= 0) & (mine < w.shape[1]), picked, 0.0), "d")
+        return jnp.mean(jnp.log(total) + most - picked)
+
+    mesh, P = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "d"), P()), out_specs=P(), check_vma=False)(x, w, y)
+
+
 DECLINED = {
     "logits are returned": (logits_returned, "escapes", "is also returned"),
     "another loss of the logits": (two_losses, "value", "another function of the logits"),
@@ -383,6 +400,7 @@ DECLINED = {
     "whether the loss is a number": (number_asked_for, "value", "tests for that"),
     "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
     "whether a gradient is a number": (gradient_asked_for, "value", "tests for that"),
+    "classes over devices": (classes_over_devices, "axes", "of its own classes"),
     "a gradient for each example": (gradient_by_example, "structure", "one for each example"),
     "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "axes", "are empty"),
     "a mask that numpy made": (

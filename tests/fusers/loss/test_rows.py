@@ -59,6 +59,7 @@ def test_rows_that_are_taken_for_something_else_are_no_rows_of_the_loss():
     assert [r.code for r in found.rejections] == ["escapes"]
 
 
+@pytest.mark.dear
 @pytest.mark.parametrize(
     "loss",
     [

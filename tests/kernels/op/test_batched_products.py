@@ -89,7 +89,6 @@ def batches(count):
     yield (1, *(0,) * (count - 1))
 
 
-@pytest.mark.whole
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_batch_along_any_operand_runs_and_has_the_right_gradients(name, dtype):

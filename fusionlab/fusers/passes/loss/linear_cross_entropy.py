@@ -24,6 +24,7 @@ from ....graph.program.scopes import in_backward
 from ...engine.base import Pass, Search
 from ...engine.outcomes import Candidate, Rejection, in_turn
 from ...engine.site import Site
+from ...engine.wording import anchor_text
 from .gradients import GradientsOfLoss, sums_of_exponentials
 from .heads import check_head, head_of, product_of
 from .numbers import numbers_of
@@ -31,10 +32,11 @@ from .out_of_range import ODD, ODD_EDIT, Treatment, treatment
 from .planning import CONCEPTS, EDIT, LOG_EDIT, Loss, notes_of, planned, with_more
 from .rows import Cut, Downstream, cuts_with_weights, region_of
 from .rules import check_rules, logits_of_rule
-from .softmaxes import exponentiated, of_softmax
+from .softmaxes import exponentiated, of_softmax, sum_over_devices
 from .sums import WeightedSum, weighted_sum
 
 _TRIED = 8  # values by row that are evaluated
+_WHOLE = "write the loss of all classes outside of the shard_map and shard w over them: the fused op adds the sums of the devices itself"
 RULES = having("rule")
 _READ = RULES | {"log"}
 
@@ -122,6 +124,13 @@ class _LossSite(Site):
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
         check_head(self.view, head, total)
+        if (summed := sum_over_devices(self.view, self.anchor)) is not None:
+            raise Declined(
+                f"{anchor_text(summed)} adds the sums of several devices, each of its own classes",
+                "axes",
+                [summed],
+                _WHOLE,
+            )
         found, loss = self.loss_in(Downstream(self.view, head))
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:

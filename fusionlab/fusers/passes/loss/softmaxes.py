@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.matching.region import CASTS, VIEWS
 from ....graph.matching.walks import maker_of, source_of, upstream
-from ....graph.primitives import having
+from ....graph.primitives import SUMS_OVER_DEVICES, having
 from ....graph.program.ir import Atom, Node, Value
 
 # From a softmax, or a sum of exponentials, to the logarithm of the label's probability; what clips it is declined later, with the reason.
-_OF_SOFTMAX = VIEWS | CASTS | having("part", "extreme", "choice") | frozenset("abs mul div add reduce_sum".split())
+_OF_SOFTMAX = (
+    VIEWS
+    | CASTS
+    | SUMS_OVER_DEVICES
+    | having("part", "extreme", "choice")
+    | frozenset("abs mul div add reduce_sum".split())
+)
 _STEPS = 16
 
 
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis, or of what is made of their softmax; None for any other
     logarithm."""
-    above = upstream(view.block, log.inputs, lambda n: n.inputs if _continues(n) else ())
-    sums = (n for _, n in itertools.islice(above, _STEPS) if n.primitive == "reduce_sum")
+    sums = (n for n in _above(view, log) if n.primitive == "reduce_sum")
     return next((found for n in sums if (found := exponentials(view, n)) is not None), None)
+
+
+def sum_over_devices(view: CanonicalView, log: Node) -> Node | None:
+    """The sum over devices between a logarithm and a sum of exponentials, as where the program itself splits the classes; None without
+    one."""
+    return next((n for n in _above(view, log) if n.primitive in SUMS_OVER_DEVICES), None)
+
+
+def _above(view: CanonicalView, log: Node) -> Iterator[Node]:
+    """What a logarithm is computed from, as far as a softmax may be."""
+    above = upstream(view.block, log.inputs, lambda n: n.inputs if _continues(n) else ())
+    return (n for _, n in itertools.islice(above, _STEPS))
 
 
 def _continues(node: Node) -> bool:
