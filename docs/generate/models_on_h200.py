@@ -7,7 +7,7 @@ from dataclasses import replace
 from .on_h200 import AFTER, BEFORE, FLOOR, RATIO
 from .tables import Column, Measured, Row
 
-_EDITED = "with the edits"
+_BY_EXPERT, _EDITED = "and policy, loss", "with the edits"
 
 LANGUAGE_MODELS = Measured(
     "Loss and gradients of language models",
@@ -23,7 +23,7 @@ LANGUAGE_MODELS = Measured(
     (
         BEFORE,
         Column("by hand", ("by hand",)),
-        Column("and policy, loss", ("expert, policy and chunked loss",)),
+        Column(_BY_EXPERT, ("expert, policy and chunked loss",)),
         Column("torch.compile", ("torch.compile",)),
         Column("FusionLab", ("fused grad",)),
         Column("ratio", ("fused grad",), before=("jax.jit",)),
@@ -69,7 +69,7 @@ GPT2 = replace(
     about="In bfloat16; device time; the programs are as in the tables above, the options as in the table below. GPT-2 124M reads 8 texts "
     "of 1024 tokens.",
     columns=(
-        *(c for c in UNROLLED.columns if c.head not in (FLOOR.head, "and policy, loss")),
+        *(c for c in UNROLLED.columns if c.head not in (FLOOR.head, _BY_EXPERT)),
         Column("by hand, options", ("by hand, options",)),
         Column("FusionLab, options", ("fused grad, options",)),
         FLOOR,

@@ -26,13 +26,7 @@ from ..program.explicit_axes import make_typed_jaxpr
 from ..program.literals import scalar_result
 from ..program.scopes import defined_in_jax
 from ..program.trace import FLATTENED
-from .limits import (
-    CannotEvaluate,
-    SizesDifferError,
-    at_real_sizes,
-    kept_ends,
-    no_more_than,
-)
+from .limits import CannotEvaluate, SizesDifferError, at_real_sizes, kept_ends, no_more_than
 from .numpy_indexing import PLACED
 from .numpy_rules import BOUND, OF_KEYS, PLAIN, SHAPED, Array, bound, random_bits
 from .random_bits import as_jax

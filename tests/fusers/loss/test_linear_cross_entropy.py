@@ -378,8 +378,22 @@ def classes_over_devices(x, w, y):
         picked = jax.lax.psum(jnp.where((mine >= 0) & (mine < w.shape[1]), picked, 0.0), "d")
         return jnp.mean(jnp.log(total) + most - picked)
 
+    return on_devices(local)(x, w, y)
+
+
+def number_over_devices(x, w, y):
+    """The sum over devices is of another number, not of the exponentials."""
+
+    def local(x, w, y):
+        picked = jnp.take_along_axis(jax.nn.softmax(x @ w), y[:, None], 1)[:, 0]
+        return -jnp.mean(jnp.log(picked / jax.lax.psum(jnp.max(x), "d")))
+
+    return on_devices(local)(x, w, y)
+
+
+def on_devices(local):
     mesh, P = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "d"), P()), out_specs=P(), check_vma=False)(x, w, y)
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "d"), P()), out_specs=P(), check_vma=False)
 
 
 DECLINED = {
@@ -401,6 +415,7 @@ DECLINED = {
     "whether the loss is infinite": (infinity_asked_for, "value", "tests for that"),
     "whether a gradient is a number": (gradient_asked_for, "value", "tests for that"),
     "classes over devices": (classes_over_devices, "axes", "of its own classes"),
+    "a number over devices": (number_over_devices, "structure", "reads more than logits and labels"),
     "a gradient for each example": (gradient_by_example, "structure", "one for each example"),
     "no row": (lambda x, w, y: integer_labels(x[:0] @ w, y[:0]).sum(), "axes", "are empty"),
     "a mask that numpy made": (

@@ -124,13 +124,10 @@ class _LossSite(Site):
         assert head is not None
         self.nodes = (head.product, *head.chain, self.anchor)
         check_head(self.view, head, total)
-        if (summed := sum_over_devices(self.view, self.anchor)) is not None:
-            raise Declined(
-                f"{anchor_text(summed)} adds the sums of several devices, each of its own classes",
-                "axes",
-                [summed],
-                _WHOLE,
-            )
+        split = None if total is None else sum_over_devices(self.view, self.anchor, total)
+        if split is not None:
+            what = f"{anchor_text(split)} adds the sums of several devices, each of its own classes"
+            raise Declined(what, "axes", [split], _WHOLE)
         found, loss = self.loss_in(Downstream(self.view, head))
         check_rules(loss.region)
         if (gradients := self.gradients(loss, known)) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ....graph.canonical.view import CanonicalView
 from ....graph.matching.region import CASTS, VIEWS
@@ -25,19 +25,20 @@ _STEPS = 16
 def exponentiated(view: CanonicalView, log: Node) -> tuple[Value, Node] | None:
     """(logits, sum) of a logarithm of a sum of their exponentials along one axis, or of what is made of their softmax; None for any other
     logarithm."""
-    sums = (n for n in _above(view, log) if n.primitive == "reduce_sum")
+    sums = (n for n in _above(view, log.inputs) if n.primitive == "reduce_sum")
     return next((found for n in sums if (found := exponentials(view, n)) is not None), None)
 
 
-def sum_over_devices(view: CanonicalView, log: Node) -> Node | None:
+def sum_over_devices(view: CanonicalView, log: Node, total: Node) -> Node | None:
     """The sum over devices between a logarithm and a sum of exponentials, as where the program itself splits the classes; None without
     one."""
-    return next((n for n in _above(view, log) if n.primitive in SUMS_OVER_DEVICES), None)
+    sums = (n for n in _above(view, log.inputs) if n.primitive in SUMS_OVER_DEVICES)
+    return next((n for n in sums if total in _above(view, n.inputs)), None)
 
 
-def _above(view: CanonicalView, log: Node) -> Iterator[Node]:
-    """What a logarithm is computed from, as far as a softmax may be."""
-    above = upstream(view.block, log.inputs, lambda n: n.inputs if _continues(n) else ())
+def _above(view: CanonicalView, atoms: Sequence[Atom]) -> Iterator[Node]:
+    """What the operand of a logarithm is computed from, as far as a softmax may be."""
+    above = upstream(view.block, atoms, lambda n: n.inputs if _continues(n) else ())
     return (n for _, n in itertools.islice(above, _STEPS))
 
 
