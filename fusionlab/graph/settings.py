@@ -15,12 +15,16 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import jax
 from jax.extend import core as jex_core
+from jax.sharding import get_abstract_mesh
 
 from .jax_compat import enable_x64, types_in
+
+Result = TypeVar("Result")
 
 # Setting -> (its default, the context manager that sets it).
 _SETTINGS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -119,6 +123,26 @@ def unwrapped(ours: bool = True) -> contextlib.AbstractContextManager[Any]:
     trace than its contents. Not for a user's code (`ours` False), whose loops JAX would run in Python.
     """
     return jax.disable_jit() if ours else contextlib.nullcontext()
+
+
+def on_one_device(run: Callable[[], Result]) -> Result:
+    """What a function gives that JAX is to compute at once, also while a program is traced: on one device, whatever mesh is set.
+
+    A mesh that `jax.set_mesh` has set may have devices that this process cannot run on: of other hosts, or of a machine that a program is
+    only compiled for. JAX keeps a mesh for one thread and does not let it change while it traces: the function runs in a thread without.
+    """
+    if get_abstract_mesh().empty:
+        with jax.ensure_compile_time_eval():
+            return run()
+    config: Any = jax.config
+    wide, by_parts = is_x64(), bool(config.jax_threefry_partitionable)  # a context sets them for one thread, too
+
+    def alone() -> Result:
+        with jax_defaults(), enable_x64(wide), jax.threefry_partitionable(by_parts):
+            return run()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(alone).result()
 
 
 def is_jit_disabled() -> bool:

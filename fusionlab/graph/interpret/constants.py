@@ -19,6 +19,7 @@ from ..dtypes import is_float
 from ..jax_compat import split_closed
 from ..primitives import having
 from ..program.trace import FLATTENED
+from ..settings import on_one_device
 
 _EXACT_POSITIONS = 1 << 24  # a larger whole number is rounded twice on its way to a narrow float
 
@@ -30,8 +31,12 @@ class _Unknown(Exception):  # noqa: N818 - an answer, not an error of the user's
 def computed(closed: Any, arrays: Sequence[np.ndarray]) -> np.ndarray:
     """The one result of a closed jaxpr at these arrays, rounded after every equation to the program's dtypes."""
     jaxpr, consts = split_closed(closed)
-    with np.errstate(all="ignore"), jax.ensure_compile_time_eval():
-        return np.asarray(_run(jaxpr, consts, arrays)[0])
+
+    def run() -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return np.asarray(_run(jaxpr, consts, arrays)[0])
+
+    return on_one_device(run)
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:

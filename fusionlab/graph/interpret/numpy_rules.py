@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
 
 from ..canonical.convolutions import contraction
 from ..dtypes import is_float
 from ..jax_compat import draws_by_entry, enable_x64, split_closed, threefry_key
-from ..program.explicit_axes import on_mesh, placeless
+from ..program.explicit_axes import placeless
+from ..settings import on_one_device
 from .limits import CannotEvaluate, SizesDifferError, at_real_sizes, no_positions, unreduced
 from .random_bits import Keys, as_jax, bits_by_entry, threefry2x32, words_of
 
@@ -299,13 +299,16 @@ def bound(eqn: Any, ins: list[Any], params: dict[str, Any] | None = None) -> lis
     kinds = [np.dtype(float) if is_float(v.aval.dtype) else v.aval.dtype for v in eqn.invars]
     wide = any(str(kind).endswith("64") for kind in (*kinds, *(v.aval.dtype for v in eqn.outvars)))
     params = placeless(dict(eqn.params if params is None else params))
-    # On one device, whatever mesh is set. JAX makes 32 bits of 64 unless 64-bit types are on.
-    with jax.ensure_compile_time_eval(), on_mesh(AbstractMesh((), ())), enable_x64(wide):
-        given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
-        if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
-            number = jax.ShapeDtypeStruct((), kinds[0])
-            params["update_jaxpr"] = split_closed(jax.make_jaxpr(jax.lax.add)(number, number))[0]
-        outs = eqn.primitive.bind(*given, **params)
+
+    def run() -> Any:
+        with enable_x64(wide):  # JAX makes 32 bits of 64 unless 64-bit types are on
+            given = [as_jax(x) if key else jnp.asarray(x, kind) for x, kind, key in zip(ins, kinds, keys, strict=True)]
+            if params.get("update_jaxpr") is not None:  # a scatter's sum, written down for the program's dtype
+                number = jax.ShapeDtypeStruct((), kinds[0])
+                params["update_jaxpr"] = split_closed(jax.make_jaxpr(jax.lax.add)(number, number))[0]
+            return eqn.primitive.bind(*given, **params)
+
+    outs = on_one_device(run)
     # A primitive without `multiple_results` gives its one result bare.
     outs = outs if eqn.primitive.multiple_results else [outs]
     return [o if jnp.issubdtype(o.dtype, jax.dtypes.extended) else np.asarray(o) for o in outs]

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..settings import on_one_device
+
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
@@ -58,13 +60,11 @@ def words_of(x: Any) -> np.ndarray:
     """The words of an array of keys, ours or JAX's."""
     if isinstance(x, Keys):
         return x.words
-    with jax.ensure_compile_time_eval():
-        return np.asarray(jax.random.key_data(x))
+    return on_one_device(lambda: np.asarray(jax.random.key_data(x)))
 
 
 def as_jax(x: Any) -> Any:
     """Keys as a JAX array; anything else unchanged."""
     if not isinstance(x, Keys):
         return x
-    with jax.ensure_compile_time_eval():
-        return jax.random.wrap_key_data(jnp.asarray(x.words), impl="threefry2x32")
+    return on_one_device(lambda: jax.random.wrap_key_data(jnp.asarray(x.words), impl="threefry2x32"))

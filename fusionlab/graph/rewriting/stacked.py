@@ -22,7 +22,7 @@ from ..jax_compat import has_side_effects, rebuild, scan_counts, scan_numbers, v
 from ..primitives import having
 from ..program.crossing import stacked_type
 from ..program.equations import inlined, kind
-from ..program.explicit_axes import sharding_in_type
+from ..program.explicit_axes import as_argument, mesh_of
 from ..settings import jax_defaults
 
 _MOVES = having("layout", "variance", "copy", "cast", "equality", "order", "logic", "choice") | {"iota"}
@@ -256,14 +256,15 @@ def _is_free(eqn: Any) -> bool:
 
 def _made_by_arithmetic(eqn: Any) -> list[Any]:
     """Equations that make the first result of a fused op from its operands and its other results; none where the op has none, or the
-    values depend on the axes of a mesh."""
+    values vary along axes of a `shard_map`."""
     function = getattr(eqn.primitive, "again", lambda params: None)(eqn.params)
-    if function is None or any(varying_axes(v.aval) or sharding_in_type(v.aval) is not None for v in eqn.outvars):
+    if function is None or any(varying_axes(v.aval) for v in eqn.outvars):
         return []
     out, *others = eqn.outvars
     kept = [*eqn.invars, *others]
-    with jax_defaults(), jax.disable_jit():  # its calls are written out
-        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in kept))
+    avals = [a.aval for a in kept]
+    with jax_defaults(), mesh_of(avals), jax.disable_jit():  # its calls are written out
+        closed = jax.make_jaxpr(function)(*map(as_argument, avals))
     eqns, (made,) = inlined(closed, kept, eqn.source_info, [])
     if closed.consts or kind(made.aval) != kind(out.aval) or not eqns or made is not eqns[-1].outvars[0]:
         return []

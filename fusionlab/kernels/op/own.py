@@ -23,7 +23,7 @@ from ...errors import ArgumentError, BackendError, CompileError, MissingDependen
 from ...graph.certify.verdict import relative_error
 from ...graph.interpret.evaluate import evaluate
 from ...graph.interpret.limits import CannotEvaluate
-from ...graph.settings import matmul_precision
+from ...graph.settings import matmul_precision, on_one_device
 from ...showing import Shown
 from ...tracebacks import errors_for_users
 from ..launch.ffi_call import launch
@@ -305,34 +305,37 @@ class _Kernel:
 
     def _wrong(self, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any]) -> str | None:
         """The error in the kernel's values at these axis lengths, on random numbers of several sizes; None if they are right."""
-        op, numbers = self.op, dict(zip(self.op.scalars, self.op.numbers(attrs), strict=True))
-        lengths, shapes = op.shortened(sizes, _TRIED)
+        lengths, shapes = self.op.shortened(sizes, _TRIED)
         at = ", ".join(f"{x} = {n}" for x, n in lengths.items())
-        rng = np.random.default_rng(0)
         try:
-            # It is asked while a program is traced: outside this, JAX would record the calls instead of running them.
-            with jax.ensure_compile_time_eval():
-                run = jax.jit(lambda given: self.forward(residuals=False, **given, **numbers)[0])
-                plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
-                for size in _MAGNITUDES:
-                    # float16 holds numbers up to 65504.
-                    operands = {
-                        slot: jnp.asarray(np.clip(size * rng.normal(size=shape), -3e4, 3e4), dtype)
-                        for slot, shape in shapes.items()
-                    }
-                    known = {slot: np.array(a) for slot, a in operands.items()}
-                    got = np.asarray(run(operands), np.float64)
-                    # The kernel is given the operands' own buffers, which XLA takes to stay as they are.
-                    if any(np.asarray(a).tobytes() != known[slot].tobytes() for slot, a in operands.items()):
-                        return f"it writes to its operands at {at}"
-                    true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
-                    if wrong := _differs(true, now, got, dtype, size):
-                        return f"{wrong}, at {at}"
+            # It is asked while a program is traced, where JAX would otherwise record the calls instead of running them.
+            wrong = on_one_device(lambda: self._wrong_at(shapes, dtype, attrs))
         # An error of the FFI call, as of a launch that CUDA refuses, reaches Python as a JaxRuntimeError.
         except (jax.errors.JaxRuntimeError, BackendError, CompileError, MissingDependencyError) as error:
             return f"the kernel does not run: {error}"
         except CannotEvaluate as error:
             return f"what it computes cannot be checked here: {error}"
+        return f"{wrong} at {at}" if wrong else None
+
+    def _wrong_at(self, shapes: Mapping[str, tuple[int, ...]], dtype: str, attrs: Mapping[str, Any]) -> str | None:
+        op, numbers = self.op, dict(zip(self.op.scalars, self.op.numbers(attrs), strict=True))
+        rng = np.random.default_rng(0)
+        run = jax.jit(lambda given: self.forward(residuals=False, **given, **numbers)[0])
+        plain = jax.jit(lambda given: op.reference(*given.values(), **numbers))
+        for size in _MAGNITUDES:
+            # float16 holds numbers up to 65504.
+            operands = {
+                slot: jnp.asarray(np.clip(size * rng.normal(size=shape), -3e4, 3e4), dtype)
+                for slot, shape in shapes.items()
+            }
+            known = {slot: np.array(a) for slot, a in operands.items()}
+            got = np.asarray(run(operands), np.float64)
+            # The kernel is given the operands' own buffers, which XLA takes to stay as they are.
+            if any(np.asarray(a).tobytes() != known[slot].tobytes() for slot, a in operands.items()):
+                return "it writes to its operands"
+            true, now = op.in_float64(known, numbers), np.asarray(plain(operands), np.float64)
+            if wrong := _differs(true, now, got, dtype, size):
+                return f"{wrong},"
         return None
 
 

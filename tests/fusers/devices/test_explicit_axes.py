@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from fusionlab.errors import REJECTIONS
 from fusionlab.graph.program.explicit_axes import Misplaced, placing, refusals, sharding_in_type
+from fusionlab.graph.settings import on_one_device
 
 from ..explicit import PROGRAMS, TRIALS, arguments, layer, same, step
 
@@ -42,6 +43,20 @@ def test_once_fused_it_has_the_values_the_gradients_and_the_types_of_the_origina
 @pytest.fixture
 def mesh():
     return jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+
+
+def test_what_the_search_computes_is_on_one_device_whatever_mesh_is_set(mesh):
+    computed = []
+
+    def traced(x):
+        computed.append(on_one_device(lambda: jnp.sin(jnp.ones(3))))
+        return x
+
+    with jax.set_mesh(mesh), jax.threefry_partitionable(False):
+        jax.jit(traced)(jnp.ones(2))
+        drawn = jax.jit(lambda: on_one_device(lambda: jax.random.bits(jax.random.key(0), (4,))))()
+        np.testing.assert_array_equal(drawn, jax.random.bits(jax.random.key(0), (4,)))
+    assert isinstance(computed[0].sharding, SingleDeviceSharding)
 
 
 @pytest.mark.parametrize("name", ["softplus", "norm", "causal", "columns"])

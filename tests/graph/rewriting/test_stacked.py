@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import fusionlab as fl
 from benchmarks.programs.language_steps import PLAIN, TINY, tokens_of
@@ -109,8 +111,9 @@ def test_arithmetic_is_done_again_for_a_few_equations_and_from_what_is_stacked_a
 NAMES = {"gelu": jax.nn.gelu, "silu": jax.nn.silu, "sigmoid": jax.nn.sigmoid}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_activation_and_a_norm_are_made_again_from_what_the_fused_ops_keep(name):
+def norm_and_activation(name):
+    """(the gradient of a scan of such layers, its arguments)."""
+
     def layer(x, p):
         centred = x - x.mean(-1, keepdims=True)
         norm = centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * p["scale"] + p["shift"]
@@ -122,13 +125,32 @@ def test_an_activation_and_a_norm_are_made_again_from_what_the_fused_ops_keep(na
     draw = np.random.default_rng(3)
     shapes = {"scale": (3, 8), "shift": (3, 8), "up": (3, 8, 32), "bias": (3, 32), "down": (3, 32, 8)}
     p = {k: jnp.asarray(draw.normal(size=s) / 3, jnp.float32) for k, s in shapes.items()}
-    x = jnp.asarray(draw.normal(size=(64, 8)), jnp.float32)
-    found = agree(jax.value_and_grad(loss, (0, 1)), x, p, passes=["gemm_epilogue", "layer_norm"])
+    return jax.value_and_grad(loss, (0, 1)), (jnp.asarray(draw.normal(size=(64, 8)), jnp.float32), p)
+
+
+def stacked_arrays_of(graded, args):
+    fused = fl.fuse(graded, only=["gemm_epilogue", "layer_norm"])
+    return sorted(shape for _, shape in stacked(jax.make_jaxpr(fused)(*args)) if len(shape) > 1)
+
+
+# x, the value of the activation's operand, and two numbers of each row: neither the norm's result nor the activation's.
+KEPT = [(3, 64), (3, 64), (3, 64, 8), (3, 64, 32)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_activation_and_a_norm_are_made_again_from_what_the_fused_ops_keep(name):
+    graded, args = norm_and_activation(name)
+    found = agree(graded, *args, passes=["gemm_epilogue", "layer_norm"])
     assert {c.op for c in found.candidates} == {"gemm_epilogue", "layer_norm"}
-    fused = fl.fuse(jax.value_and_grad(loss, (0, 1)), only=["gemm_epilogue", "layer_norm"])
-    kept = stacked(jax.make_jaxpr(fused)(x, p))
-    # x, the value of the activation's operand, and two numbers of each row: neither the norm's result nor the activation's.
-    assert sorted(shape for _, shape in kept if len(shape) > 1) == [(3, 64), (3, 64), (3, 64, 8), (3, 64, 32)]
+    assert stacked_arrays_of(graded, args) == KEPT
+
+
+def test_they_are_made_again_on_explicit_mesh_axes_too():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))
+    graded, args = norm_and_activation("silu")
+    with jax.set_mesh(mesh):
+        x, p = jax.device_put(args[0], NamedSharding(mesh, P("d"))), jax.device_put(args[1], NamedSharding(mesh, P()))
+        assert stacked_arrays_of(graded, (x, p)) == KEPT
 
 
 def test_what_is_read_elsewhere_stays_stacked():
