@@ -7,8 +7,9 @@ is `fl.fuse` of the loss and gradients of the first, and "N rows" the op with as
 against temporaries. `forward` is the loss alone, with its operations
 over those of the product: of the compiled program, where XLA counts none for a product that it calls of a library, and of the program
 before it is compiled; a loop's body counts as often as it runs. `torch.compile` has `cross_entropy` of the product, in float32 where the
-logits are; torch rounds the product to bfloat16 first. Errors are those of loss and gradients against the op in float64, in chunks, on the
-same numbers: a norm of the difference to that of the gradient. What fails is a line of the record, under `failures`.
+logits are; torch rounds the product to bfloat16 first. A case may have a bias, a softcap of the logits, or the accuracy by the argmax of the same
+logits beside its loss. Errors are those of loss and gradients against the op in float64, in chunks, on the same numbers: a norm of the
+difference to that of the gradient. What fails is a line of the record, under `failures`.
 
 On a CUDA device times are the device's. Elsewhere they are the processor's, over all threads, of programs that take turns, at sizes for a
 CPU and in float32. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
@@ -46,11 +47,14 @@ from ..measuring import (
 CALLS = 4  # in a sample
 STEP_FUSED = "the step fused"
 LONG = 1e13  # operations of a product from which one call is a sample
+CAP = 30.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes, the dtypes of operands and logits, and the rows of a chunk that are tried as well as the op's own choice."""
+    """Sizes, the dtypes of operands and logits, the rows of a chunk that are tried as well as the op's own choice, and what there is beside
+    the plain loss: "bias", "softcap" or "accuracy".
+    """
 
     rows: int
     features: int
@@ -58,10 +62,17 @@ class Case:
     dtype: str = "bfloat16"
     logits: str = "float32"
     chunks: tuple[int, ...] = ()
+    form: str = ""
 
     @property
     def name(self) -> str:
-        return f"N {self.rows}, E {self.features}, V {self.size}, {self.dtype}, logits {self.logits}"
+        more = f", {self.form}" if self.form else ""
+        return f"N {self.rows}, E {self.features}, V {self.size}, {self.dtype}, logits {self.logits}{more}"
+
+    @property
+    def differentiated(self) -> tuple[int, ...]:
+        """The numbers of the arguments that have a gradient."""
+        return (0, 1, 4) if self.form == "bias" else (0, 1)
 
     @property
     def product_flop(self) -> int:
@@ -81,63 +92,89 @@ ON_A_GPU = (
     ),
     *(Case(8192, 2048, size) for size in (50257, 151936)),
     *(Case(rows, 2048, 32768) for rows in (1, 1000, 4097)),
+    *(
+        Case(8192, 2048, 32768, logits=logits, form=form)
+        for form in ("bias", "softcap", "accuracy")
+        for logits in ("float32", "bfloat16")
+    ),
+    Case(8192, 768, 30522, logits="bfloat16", form="bias"),
+    Case(8192, 2304, 256000, form="softcap"),
+    Case(8192, 768, 50257, logits="bfloat16", form="accuracy"),
 )
 ON_A_CPU = (
     Case(2048, 256, 32768, "float32", chunks=(128, 256, 512, 1024)),
     *(Case(rows, 256, 32768, "float32") for rows in (1, 1000, 4097)),
     Case(1024, 256, 50257, "float32"),
 )
-TINY = (Case(96, 16, 64, "float32", chunks=(32,)), Case(64, 16, 64))
+TINY = (
+    Case(96, 16, 64, "float32", chunks=(32,)),
+    *(Case(64, 16, 64, form=form) for form in ("", "bias", "softcap", "accuracy")),
+)
 
 
 def arguments(case: Case) -> tuple[Any, ...]:
-    """x, w, labels and the weights of a mean."""
+    """x, w, labels, the weights of a mean and a bias."""
     import jax
     import jax.numpy as jnp
 
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (case.rows, case.features)).astype(case.dtype)
     w = (jax.random.normal(keys[1], (case.features, case.size)) * case.features**-0.5).astype(case.dtype)
-    return x, w, jax.random.randint(keys[2], (case.rows,), 0, case.size), jnp.full(case.rows, 1 / case.rows)
+    bias = jax.random.normal(jax.random.key(1), (case.size,)).astype(case.dtype)
+    return x, w, jax.random.randint(keys[2], (case.rows,), 0, case.size), jnp.full(case.rows, 1 / case.rows), bias
 
 
-def plain(x: Any, w: Any, labels: Any, weights: Any, *, logits: str) -> Any:
-    """The loss with the logits of all rows."""
+def plain(x: Any, w: Any, labels: Any, weights: Any, bias: Any, *, logits: str, form: str) -> Any:
+    """The loss with the logits of all rows; with the accuracy, if that is asked for."""
     import jax
     import jax.numpy as jnp
 
-    h = jnp.matmul(x, w, preferred_element_type=logits).astype(jnp.float32)
+    h = jnp.matmul(x, w, preferred_element_type=logits)
+    h = (h + bias.astype(logits) if form == "bias" else h).astype(jnp.float32)
+    h = CAP * jnp.tanh(h / CAP) if form == "softcap" else h
     picked = jnp.take_along_axis(h, labels[:, None], axis=-1)[:, 0]
-    return jnp.mean(jax.nn.logsumexp(h, axis=-1) - picked)
+    loss = jnp.mean(jax.nn.logsumexp(h, axis=-1) - picked)
+    return (loss, jnp.mean(jnp.argmax(h, axis=-1) == labels)) if form == "accuracy" else loss
 
 
-def fused(x: Any, w: Any, labels: Any, weights: Any, *, logits: str | None, **how: Any) -> Any:
+def fused(x: Any, w: Any, labels: Any, weights: Any, bias: Any, *, logits: str | None, form: str, **how: Any) -> Any:
     """The same by the op."""
+    import jax.numpy as jnp
+
     import fusionlab as fl
 
-    return fl.ops.linear_cross_entropy(x, w, labels, weights=weights, logits_dtype=logits, **how)
+    more = {"bias": {"bias": bias}, "softcap": {"softcap": CAP}, "accuracy": {"also": ("argmax",)}}.get(form, {})
+    found = fl.ops.linear_cross_entropy(x, w, labels, weights=weights, logits_dtype=logits, **more, **how)
+    return (found[0], jnp.mean(found[1] == labels)) if form == "accuracy" else found
 
 
 def programs(case: Case) -> dict[str, Callable[..., Any]]:
     """The losses, by name."""
-    own = functools.partial(fused, logits=case.logits)
+    own = functools.partial(fused, logits=case.logits, form=case.form)
     chunks = {f"{n} rows": functools.partial(own, chunk=n, implementation="xla_chunked") for n in case.chunks}
-    return {"jax.jit": functools.partial(plain, logits=case.logits), "fusionlab": own, **chunks}
+    return {"jax.jit": functools.partial(plain, logits=case.logits, form=case.form), "fusionlab": own, **chunks}
 
 
-def truth(args: tuple[Any, ...]) -> Any:
+def graded(loss: Callable[..., Any], case: Case) -> Callable[..., Any]:
+    """The loss and its gradients."""
+    import jax
+
+    return jax.value_and_grad(loss, case.differentiated, has_aux=case.form == "accuracy")
+
+
+def truth(case: Case, args: tuple[Any, ...]) -> Any:
     """Loss and gradients in float64, on the device."""
     import jax
 
     with jax.enable_x64(True):
-        x, w, labels, weights = args
-        wide = x.astype("float64"), w.astype("float64"), labels, weights.astype("float64")
-        run = jax.value_and_grad(functools.partial(fused, logits=None, implementation="xla_chunked", chunk=512), (0, 1))
-        return jax.jit(run)(*wide)
+        x, w, labels, weights, bias = args
+        wide = x.astype("float64"), w.astype("float64"), labels, weights.astype("float64"), bias.astype("float64")
+        loss = functools.partial(fused, logits=None, form=case.form, implementation="xla_chunked", chunk=512)
+        return jax.jit(graded(loss, case))(*wide)
 
 
 def errors(found: Any, true: Any) -> list[float]:
-    """Of the loss and of the gradients of x and w."""
+    """Of the loss, of the accuracy if there is one, and of the gradients."""
     import jax
 
     with jax.enable_x64(True):
@@ -184,20 +221,24 @@ def torch_step(case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
     import torch
     from torch.nn import functional
 
-    x, w = (
-        torch.from_numpy(np.asarray(a.astype("float32")))
+    x, w, bias = (
+        torch.from_numpy(np.asarray(args[i].astype("float32")))
         .to(torch_device(), getattr(torch, case.dtype))
         .requires_grad_()
-        for a in args[:2]
+        for i in (0, 1, 4)
     )
     labels = torch.from_numpy(np.asarray(args[2])).long().to(torch_device())
 
     @torch.compile
-    def loss(x: Any, w: Any) -> Any:
-        h = x @ w
-        return functional.cross_entropy(h.float() if case.logits == "float32" else h, labels)
+    def loss(x: Any, w: Any, bias: Any) -> tuple[Any, Any]:
+        h = functional.linear(x, w.T, bias) if case.form == "bias" else x @ w
+        h = h.float() if case.logits == "float32" else h
+        h = CAP * torch.tanh(h / CAP) if case.form == "softcap" else h
+        right = (h.argmax(-1) == labels).float().mean() if case.form == "accuracy" else None
+        return functional.cross_entropy(h, labels), right
 
-    return lambda: torch.autograd.grad(loss(x, w), (x, w))
+    wanted = (x, w, bias) if case.form == "bias" else (x, w)
+    return lambda: torch.autograd.grad(loss(x, w, bias)[0], wanted)
 
 
 def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> None:
@@ -207,7 +248,7 @@ def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> N
     import fusionlab as fl
 
     args, losses, failures = arguments(case), programs(case), found["failures"]
-    steps = {name: (jax.value_and_grad(f, (0, 1)), args) for name, f in losses.items()}
+    steps = {name: (graded(f, case), args) for name, f in losses.items()}
     steps[STEP_FUSED] = (fl.fuse(steps["jax.jit"][0]), args)
     running = compiled_at_once(steps, failures)
     alone = compiled_at_once({name: (losses[name], args) for name in ("jax.jit", "fusionlab")})
@@ -226,7 +267,7 @@ def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> N
         )
         forward[name]["flop_over_product"] = counted
     found |= {"forward": forward, "product_flop": case.product_flop}
-    true = attempt(failures, "float64", lambda: truth(args))
+    true = attempt(failures, "float64", lambda: truth(case, args))
     for name, run in running.items() if true is not None else ():
         found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), true))
 
@@ -253,7 +294,9 @@ def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
     there = {name: one for name, one in found.items() if isinstance(one, dict) and "temporaries_bytes" in one}
     for label, one in there.items():
         share = f" ({one['share']:.3f} of jit's)" if one.get("share") else ""
-        wrong = f", errors of loss, dx, dw {'/'.join(f'{e:.1e}' for e in one['errors'])}" if one.get("errors") else ""
+        wrong = (
+            f", errors of loss and gradients {'/'.join(f'{e:.1e}' for e in one['errors'])}" if one.get("errors") else ""
+        )
         over = one.get("over torch.compile")
         rival = (
             f", {over['ratio']:.3f} [{over['interval'][0]:.3f}, {over['interval'][1]:.3f}] over torch" if over else ""

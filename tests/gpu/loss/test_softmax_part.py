@@ -9,12 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fusionlab import ops
 from fusionlab.device import Device
 from fusionlab.kernels.ops.linear_cross_entropy.own.softmax_part import softmax_part, takes
 from fusionlab.kernels.ops.linear_cross_entropy.settings import OUT_OF_RANGE
-from tests.kernels.linear_cross_entropy.softmax_suite import EVERYTHING, Case, by_kernel, check, operands
+from tests.kernels.linear_cross_entropy import originals
+from tests.kernels.linear_cross_entropy.softmax_suite import EVERYTHING, Case, by_kernel, check, error, operands
 
 ROWS = 700  # of which a block has several
+ARGMAX = {"also": ("argmax",)}
 CASES = {
     "32768": Case(ROWS, 32768, "float32", "float16"),
     "32768, bfloat16": Case(ROWS, 32768, "bfloat16", "bfloat16", EVERYTHING),
@@ -34,6 +37,13 @@ CASES = {
     "one row": Case(1, 50257),
     "no cotangent": Case(ROWS, 50257, "bfloat16", None),
     "no cotangent, smoothing": Case(ROWS, 32768, "float32", None, EVERYTHING),
+    "cap": Case(ROWS, 32768, "float32", "float16", {"softcap": 30.0}),
+    "cap, bfloat16": Case(ROWS, 50257, "bfloat16", "bfloat16", {"softcap": 4.0, **EVERYTHING}),
+    "cap, no cotangent": Case(300, 128256, "float32", None, {"softcap": 50.0}),
+    "argmax": Case(ROWS, 32768, "bfloat16", "bfloat16", ARGMAX),
+    "argmax of 50257": Case(ROWS, 50257, "bfloat16", "bfloat16", {"label_smoothing": 0.1, **ARGMAX}),
+    "argmax, 128256": Case(300, 128256, "float32", "float16", ARGMAX),
+    "argmax, classes, no cotangent": Case(300, 50304, "bfloat16", None, {"classes": 50257, "fill": -1e9, **ARGMAX}),
 }
 
 
@@ -58,7 +68,7 @@ def test_labels_out_of_range(out_of_range, device):
 
 @pytest.mark.parametrize("size", [7, 1003, 32768, 128256])
 def test_rows_of_nan_and_infinities(size, device):
-    case = Case(8, size)
+    case = Case(8, size, options=ARGMAX)
     h, labels, of_loss = operands(case)
     h = h.at[0, 3].set(jnp.nan).at[1, size - 1].set(jnp.inf).at[2].set(-jnp.inf).at[3, 1].set(-jnp.inf)
     h = h.at[4, :].set(jnp.inf).at[5, 2:4].set(jnp.asarray([jnp.nan, jnp.inf])).at[6].set(-200.0).at[7].set(1e30)
@@ -90,3 +100,29 @@ def test_in_place_in_a_scan(device):
         found = program(*given)
         for name, a in want.items():
             assert np.asarray(found[name]).tobytes() == np.asarray(a).tobytes(), name
+
+
+FORMS = {"bias": {}, "softcap": {"softcap": 5.0}, "argmax": ARGMAX}
+
+
+@pytest.mark.parametrize("logits", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_op_is_as_near_to_float64_as_with_the_logits_of_all_rows(form, logits, device):
+    x, w, labels, bias, _ = originals.operands((5000,), 64, 10007, "bfloat16")
+    given = (x, w, bias.astype(x.dtype)) if form == "bias" else (x, w)
+    labels, weights = labels % 10007, jnp.full(5000, 1 / 5000, jnp.float32)
+
+    def run(*args, **how):
+        def loss(x, w, bias=None):
+            found = ops.linear_cross_entropy(x, w, labels, bias, weights, **FORMS[form], **how)
+            return (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(args))), has_aux=True))(*args)
+
+    with jax.enable_x64(True):
+        (_, more), true = jax.device_get(run(*(a.astype("float64") for a in given), implementation="xla"))
+    ours, plain = (run(*given, implementation=name, logits_dtype=logits) for name in ("cuda", "xla"))
+    for mine, theirs, want in zip(ours[1], plain[1], true, strict=True):
+        assert error(mine, want) <= 1.1 * error(theirs, want)
+    for mine, want in zip(ours[0][1], more, strict=True):
+        assert np.mean(np.asarray(mine) == want) > 0.98  # rounded logits may be equal

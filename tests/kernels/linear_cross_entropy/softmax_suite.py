@@ -49,6 +49,8 @@ def by_rows(h: Any, labels: Any, of_loss: Any, form: Settings, out: str | None) 
     of = rows.of_product(h, labels, None, form)
     top, mass = rows.statistics(of, form)
     found = {"top": top, "mass": mass, **rows.losses(of, top, mass, form)}
+    if "argmax" in form.also:
+        found["argmax"] = rows.best(of, form)
     if out is not None:
         dh = rows.through(of, top, mass, of_loss.astype(top.dtype), None, form)
         found["dh"] = dh if dh.dtype == jnp.float64 else dh.astype(out)
@@ -105,6 +107,9 @@ def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
         found["top"] = np.where(np.isnan(found["mass"]), 0, found["top"])
     for name, a in want.items():
         assert (got[name].dtype, got[name].shape) == (plain[name].dtype, plain[name].shape)
+        if name == "argmax":
+            np.testing.assert_array_equal(got[name], a)
+            continue
         least = 1.0 if name in ("loss", "lse") else 0.0  # of the logarithm of a sum near 1
         mine, theirs = (ulps(found[name], a, found[name].dtype, least) for found in (got, plain))
         is_narrow = got[name].dtype != jnp.float32

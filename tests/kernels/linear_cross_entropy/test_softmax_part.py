@@ -62,6 +62,19 @@ PADDED = {
     ),
     "both, no cotangent": Case(4, 301, "bfloat16", None, {**CLASSES, **EVERYTHING}, beyond=19),
 }
+MORE = {
+    "cap": Case(5, 1003, "bfloat16", "bfloat16", {"softcap": 3.0}),
+    "cap, everything, padded": Case(
+        4, 304, "float32", "float32", {**CLASSES, **EVERYTHING, "softcap": 2.0, "also": ("argmax",)}
+    ),
+    "cap, float32": Case(5, 1003, "float32", "float32", {"softcap": 30.0, "scale": 0.5}),
+    "argmax, all places": Case(5, 32 * 4 * 16 + 77, options={"also": ("argmax",)}, tile=ALL_PLACES),
+    "argmax, equal ones": Case(9, 1003, "bfloat16", "bfloat16", {"also": ("argmax", "lse"), "scale": -1.0}),
+    "argmax, classes, no cotangent": Case(
+        4, 301, "bfloat16", None, {"classes": 270, "fill": 40.0, "also": ("argmax",)}, beyond=19
+    ),
+    "argmax, a few": Case(5, 3, "float32", "float32", {"also": ("argmax",)}),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +131,16 @@ def test_entries_that_are_no_logits(name):
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("name", MORE)
+def test_a_cap_and_the_largest_entry(name):
+    """Two rows have their largest entry several times."""
+    h, labels, of_loss = operands(MORE[name])
+    case, h = MORE[name], h.at[:2].set(jnp.round(h[:2]))
+    check(case, (h, labels, of_loss), H200)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize("out_of_range", OUT_OF_RANGE)
 @pytest.mark.parametrize("more", [{}, EVERYTHING], ids=["plain", "everything"])
 def test_labels_out_of_range(out_of_range, more):
@@ -140,7 +163,9 @@ def test_labels_of_other_dtypes(dtype):
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
-@pytest.mark.parametrize("more", [{}, {"label_smoothing": 0.1, "z_loss": 0.01}], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "more", [{"also": ("argmax",)}, {"label_smoothing": 0.1, "z_loss": 0.01}], ids=["plain", "everything"]
+)
 @pytest.mark.parametrize("size", [7, 1003])
 def test_rows_of_nan_and_infinities(size, more):
     case = Case(9, size, "float32", "float32", more)
@@ -220,9 +245,7 @@ def test_without_rows_nothing_is_launched():
 @pytest.mark.parametrize(
     ("change", "dtype", "words"),
     [
-        ({"softcap": 3.0}, "float32", "softcap"),
-        ({"present": ("x", "w", "labels", "bias")}, "float32", "bias"),
-        ({"also": ("argmax",)}, "float32", "argmax"),
+        ({"present": ("x", "w", "bias"), "dtypes": ("bfloat16", "bfloat16", "float32")}, "bfloat16", "bias of another"),
         ({"across": (("v", ("data",)),)}, "float32", "devices share"),
         ({}, "float64", "float64"),
     ],
@@ -272,7 +295,8 @@ OPTIONS = {
     "plain": {},
     "smoothing, z-loss, tied": {"label_smoothing": 0.1, "z_loss": 0.01, "transposed": True, "out_of_range": "drop"},
     "classes": {"classes": 31, "fill": -4.0},
-    "scale, also": {"scale": 0.3, "out_of_range": "zero", "also": ("lse", "loss")},
+    "scale, also": {"scale": 0.3, "out_of_range": "zero", "also": ("lse", "loss", "argmax")},
+    "bias, cap": {"softcap": 2.0, "bias": True, "also": ("argmax",)},
 }
 
 
@@ -287,18 +311,20 @@ def test_the_op_by_the_kernel_is_the_original(name, weighted, size, at_once, mon
     vocabulary that is padded for the products, too.
     """
     monkeypatch.setattr(Settings, "on_a_gpu", at_once)
-    options = OPTIONS[name] if weighted or name != "scale, also" else {**OPTIONS[name], "also": ("lse",)}
-    x, w, labels, _, weights = op_operands((13,), 8, size)
-    given = (x, w.T if options.get("transposed") else w)
+    options = dict(OPTIONS[name])
+    if not weighted and "also" in options:
+        options["also"] = tuple(also for also in options["also"] if also != "loss")
+    x, w, labels, bias, weights = op_operands((13,), 8, size)
+    given = (x, w.T if options.get("transposed") else w, bias if options.pop("bias", False) else None)
     weights = weights if weighted else None
 
     def run(f, **more):
-        def loss(x, w):
-            out = f(x, w, labels, None, weights, **options, **more)
+        def loss(x, w, bias):
+            out = f(x, w, labels, bias, weights, **options, **more)
             out = out if isinstance(out, tuple) else (out,)
-            return sum(jnp.sum(jnp.sin(jnp.where(jnp.isnan(a), 0, a))) for a in out), out
+            return sum(jnp.sum(jnp.sin(jnp.where(jnp.isnan(a), 0, a))) for a in out if a.dtype == x.dtype), out
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*given)
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)[: 2 + (given[2] is not None)], has_aux=True))(*given)
 
     assert_same(run(linear_cross_entropy, implementation="cuda", chunk=5), run(original), 3e-6)
 

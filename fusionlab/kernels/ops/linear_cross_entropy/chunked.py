@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -19,7 +20,7 @@ from jax import lax
 from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
-from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products
+from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products, summed
 from .own.softmax_part import softmax_part
 from .settings import Settings
 
@@ -92,7 +93,7 @@ def forward(
     lift, scaled = reference.lifted(weights, form) if residuals and weights is not None else (1, None)
     w, size = _padded(w, form, by_kernel)
     known = halves(x, w, {} if scaled is None else {"loss": scaled}, form)
-    pull = _Pull(known, w, size, tuple(form.gradients), x.shape, form)
+    pull = _Pull(known, w, size, bias, tuple(form.gradients), x.shape, form)
 
     def step(part: dict[str, Array]) -> dict[str, Array]:
         if by_kernel:
@@ -119,7 +120,7 @@ def cotangent(
         runs = by_kernel and set(cotangents) == {"loss"}
         w, size = _padded(saved["w"], form, runs)
         known = halves(saved["x"], w, cotangents, form)
-        pull = _Pull(known, w, size, slots, saved["x"].shape, form)
+        pull = _Pull(known, w, size, saved.get("bias"), slots, saved["x"].shape, replace(form, also=()))
 
         def step(part: dict[str, Array]) -> dict[str, Array]:
             if runs:
@@ -140,6 +141,7 @@ class _Pull:
 
     Attributes:
       w, size: as `_padded` gives them.
+      bias: as it is given; None without one.
       kept: what they are made of after the loop, if they are.
     """
 
@@ -148,11 +150,12 @@ class _Pull:
         known: Halves | None,
         w: Array,
         size: int,
+        bias: Array | None,
         wanted: tuple[str, ...],
         shape: tuple[int, ...],
         form: Settings,
     ):
-        self.known, self.w, self.size, self.wanted, self.form = known, w, size, wanted, form
+        self.known, self.w, self.size, self.bias, self.wanted, self.form = known, w, size, bias, wanted, form
         logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
         size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
         self.kept = Kept.SUMS
@@ -172,13 +175,17 @@ class _Pull:
     def by_kernel(self, part: dict[str, Array], of_loss: Array | None) -> dict[str, Array]:
         """All that is known of a chunk's rows, and with the cotangent of the loss of each row what `__call__` gives."""
         h = rows.product(part["x"], self.w, self.form)
+        if self.bias is not None:
+            h = h + jnp.pad(self.bias.astype(h.dtype), (0, h.shape[-1] - self.size))
         if of_loss is None:
             return softmax_part(h, part["labels"], None, self.form, size=self.size)
         given, sizes = divided(self.known, {"loss": of_loss})
         found = softmax_part(
             h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form), size=self.size
         )
-        return found | self.made(found.pop("dh"), sizes, part["x"])
+        dh = found.pop("dh")
+        sums = {"bias": summed(dh, sizes)[: self.size]} if "bias" in self.wanted else {}
+        return found | sums | self.made(dh, sizes, part["x"])
 
     def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:
         """With the gradients in place of what they are made of; all by row, as x is."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named, is_default
 from . import rows
 from .settings import Settings
@@ -97,6 +98,12 @@ def products(
     x = (x * (sizes / known.of_rows / known.of_x)[..., None]).astype(jnp.float16)
     found = rows.products(dh, x, known.w, wanted, form)
     return found | ({"x": found["x"] * (sizes * known.of_w)[..., None]} if "x" in found else {})
+
+
+def summed(dh: Array, sizes: Array | None) -> Array:
+    """The gradient of the bias, in A, of what `multiplied` gives."""
+    dh = dh.astype(arithmetic_dtype(dh.dtype))
+    return jnp.sum(dh if sizes is None else dh * sizes[..., None], axis=tuple(range(dh.ndim - 1)))
 
 
 def of_bias(of: rows.Logits, part: Named, cotangents: Named, form: Settings) -> dict[str, Array]:

@@ -17,7 +17,15 @@ from ..settings import OUT_OF_RANGE, Settings
 SOURCE = CudaSource("linear_cross_entropy/own/softmax_part.cu", ("softmax_part",), (TENSOR_CORES, COPIES))
 DTYPES = ("float32", "bfloat16", "float16")  # of the logits and of their cotangent
 MAX_COLUMNS = 1 << 30  # a column's number has 32 bits
-RESULTS: tuple[str, ...] = ("cotangent", "top", "mass", "loss", "lse")
+RESULTS: tuple[str, ...] = ("cotangent", "top", "mass", "loss", "lse", "argmax")
+
+
+def results_of(form: Settings, out: str | None) -> tuple[str, ...]:
+    """Of `RESULTS` those of a call with this dtype of the cotangent, None where it is not wanted."""
+    without = {"cotangent": out is None, "argmax": "argmax" not in form.also}
+    return tuple(name for name in RESULTS if not without.get(name))
+
+
 MULTIPROCESSORS = 132  # where a device's own number is not known
 STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
 RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
@@ -97,7 +105,7 @@ def part_plan(
     tile: PartTile | None = None,
     size: int | None = None,
 ) -> KernelPlan:
-    """Operands: logits, labels (int32) and, with `out`, the cotangents of the losses. Results: of `RESULTS` all, or all but the first.
+    """Operands: logits, labels (int32) and, with `out`, the cotangents of the losses. Results: those of `results_of`.
 
     Args:
       rows, columns: of the logits, none of them 0, and `dtype` theirs.
@@ -123,16 +131,18 @@ def part_plan(
         "STAGED": tile.staged,
         "BLOCKS": tile.resident,
         "SCALED": int(form.scale != 1),
+        "CAPPED": int(form.softcap is not None),
         "SMOOTH": int(smooth),
+        "BEST": int("argmax" in form.also),
         "OUTSIDE": OUT_OF_RANGE.index(form.out_of_range),
     }
     reads = ("logits", "labels", *([] if out is None else ["of_loss"]))
-    s = form.label_smoothing
+    s, cap = form.label_smoothing, 1.0 if form.softcap is None else form.softcap
     params = (
         *places("operand", ("logits", "labels", "of_loss"), reads),
-        *places("result", RESULTS, RESULTS[out is None :]),
+        *places("result", RESULTS, results_of(form, out)),
         ("i64", rows),
-        *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, _of_float32(form.fill))),
+        *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, _of_float32(form.fill), cap, 1 / cap)),
     )
     units = (device.units if device else None) or MULTIPROCESSORS
     grid = (min(rows, tile.resident * units), 1, 1)

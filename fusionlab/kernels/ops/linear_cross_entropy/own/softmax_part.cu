@@ -1,5 +1,5 @@
-// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, and the cotangent of the
-// logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
+// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, or of cap * tanh(h / cap),
+// and the cotangent of the logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
 // largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
 // times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
 // with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
@@ -17,7 +17,9 @@
 //   FL_HELD, FL_STAGED  how many of them are kept in registers, and behind those in shared memory
 //   FL_BLOCKS   blocks that a multiprocessor is to have room for
 //   FL_SCALED   1: scale is not 1
+//   FL_CAPPED   1: there is a cap
 //   FL_SMOOTH   1: label smoothing is not 0
+//   FL_BEST     1: the number of the largest entry of each row is wanted
 //   FL_OUTSIDE  what a label outside of [0, FL_SIZE) does: 0 "nan", 1 "clip", 2 "promise_in_bounds", 3 "zero", 4 "drop"
 #include "../../packs.cuh"
 #include "../../early.cuh"
@@ -105,9 +107,10 @@ struct Row {
   // the compiler knows.
   __device__ __forceinline__ int checked_column(int i) const {
     if (!kPadded || (i + 1) * (FL_THREADS * FL_VEC) + FL_VEC <= FL_CLASSES) return 0;
-    const int column = head + unit_of(i) * FL_VEC;
-    return column + FL_VEC > FL_CLASSES ? column : 0;
+    const int first = column(i);
+    return first + FL_VEC > FL_CLASSES ? first : 0;
   }
+  __device__ __forceinline__ int column(int i) const { return head + unit_of(i) * FL_VEC; } // of the first entry of vector number i
   __device__ __forceinline__ Index at(int i) const { return mine + i * (FL_THREADS * FL_VEC); }
   // Of the entry that is a thread's alone, -1 for none.
   __device__ __forceinline__ int lone_column() const {
@@ -128,11 +131,12 @@ __device__ __forceinline__ bool has(const Row& row, int i, int end) { return end
 
 // What an entry is made of that of memory.
 struct Reading {
-  float scale, fill;
+  float scale, fill, cap, per_cap;
 
   __device__ __forceinline__ float of(float value, int column) const {
     if (kPadded && column >= FL_CLASSES) return column < FL_SIZE ? fill : -infinity();
-    return FL_SCALED ? scale * value : value;
+    const float scaled = FL_SCALED ? scale * value : value;
+    return FL_CAPPED ? cap * tanhf(scaled * per_cap) : scaled;
   }
 };
 
@@ -181,19 +185,19 @@ struct Kept {
     }
     copies_closed();
   }
-  // Calls use(values) for every batch of a row, as the copies arrive.
+  // Calls use(values, number of the first vector) for every batch of a row, as the copies arrive.
   template <typename Use> __device__ __forceinline__ void each_batch(const Row& row, const Reading& reading, const Use& use) const {
     Values values;
 #pragma unroll
     for (int i = 0; i < FL_HELD; i += kBatch) {
       values.take(row, i, FL_HELD, reading, [&](int k) { return held[k]; });
-      use(values);
+      use(values, i);
     }
 #pragma unroll
     for (int i = FL_HELD; i < kKept; i += kBatch) {
       wait_until_left(kGroups - 1 - (i - FL_HELD) / kBatch);
       values.take(row, i, kKept, reading, [&](int k) { return in_shared(k); });
-      use(values);
+      use(values, i);
     }
     const auto from_memory = [&](int k) {
       Vector vector;
@@ -203,12 +207,12 @@ struct Kept {
 #pragma unroll 1
     for (int i = kKept; i < kWhole; i += kBatch) {
       values.take(row, i, kSure, reading, from_memory);
-      use(values);
+      use(values, i);
     }
 #pragma unroll
     for (int i = kWhole; i < FL_UNITS; i += kBatch) {
       values.take(row, i, FL_UNITS, reading, from_memory);
-      use(values);
+      use(values, i);
     }
   }
 };
@@ -217,21 +221,58 @@ struct Kept {
 struct Online {
   float top, mass;
 
-  __device__ __forceinline__ void add(const Values& values) {
-    float most = top;
+  // Gives the largest of the values.
+  __device__ __forceinline__ float add(const Values& values) {
+    float here = -infinity();
 #pragma unroll
-    for (int j = 0; j < kBatch * FL_VEC; ++j) most = fmaxf(most, values[j]);
+    for (int j = 0; j < kBatch * FL_VEC; ++j) here = fmaxf(here, values[j]);
+    const float most = fmaxf(top, here);
     const float base = base_of(most);
     float sum = 0;
 #pragma unroll
     for (int j = 0; j < kBatch * FL_VEC; ++j) sum += rough_exp(values[j] - base);
     mass = mass * rough_exp(top - base) + sum;
     top = most;
+    return here;
   }
   __device__ __forceinline__ void over_warp() {
     const float most = warp_max(top);
     mass = warp_sum(mass * expf(top - base_of(most)));
     top = most;
+  }
+};
+
+// The first of the largest entries of some; column 0 where none is above -inf.
+struct Best {
+  float top = -infinity();
+  int column = kNone;
+  static constexpr int kNone = 0x7fffffff;
+
+  __device__ __forceinline__ void meet(float other, int number) {
+    if (other > top || (other == top && number < column)) top = other, column = number;
+  }
+  // Of a thread's vectors from number i on, the largest of whose entries is `here`: columns behind those that it had before.
+  __device__ __forceinline__ void add(const Row& row, const Values& values, int i, float here) {
+    if (!(here > top)) return;
+    top = here;
+    int at = 0;
+#pragma unroll
+    for (int j = kBatch * FL_VEC - 1; j >= 0; --j) at = values[j] == here ? j : at;
+    column = row.column(i + at / FL_VEC) + at % FL_VEC;
+  }
+  // The first NaN, as an entry of size 1 among some of size 0.
+  __device__ __forceinline__ void add_nan(const Row& row, const Values& values, int i) {
+#pragma unroll
+    for (int j = 0; j < kBatch * FL_VEC; ++j) {
+      if (values[j] != values[j]) meet(1, row.column(i + j / FL_VEC) + j % FL_VEC);
+    }
+  }
+  __device__ __forceinline__ void over_warp() {
+#pragma unroll
+    for (int other = 16; other > 0; other /= 2) {
+      const float its = __shfl_xor_sync(~0u, top, other);
+      meet(its, __shfl_xor_sync(~0u, column, other));
+    }
   }
 };
 
@@ -255,22 +296,33 @@ struct OverBlock {
     found.over_warp();
   }
   __device__ __forceinline__ float sum(float x) { return warp_sum(shown({0.f, warp_sum(x)}).mass); }
+  __device__ __forceinline__ void all(Best& best) {
+    best.over_warp();
+    const Online parts = shown({best.top, __uint_as_float(best.column)});
+    best.top = parts.top, best.column = static_cast<int>(__float_as_uint(parts.mass));
+    best.over_warp();
+  }
 };
 
 // What the cotangent of an entry is made of: exp(entry - top) * of_p - of_all, and less of_label for that of the label.
 struct Cotangent {
-  float top, of_p, of_all, of_label;
+  float top, of_p, of_all, of_label, per_cap;
 
   __device__ __forceinline__ float of(float value) const {
     const float p = (sizeof(Out) == 2 ? rough_exp(value - top) : expf(value - top)) * of_p;
-    return FL_SMOOTH ? p - of_all : p;
+    return through_cap(value, FL_SMOOTH ? p - of_all : p);
+  }
+  __device__ __forceinline__ float of_the_label(float value) const { return of(value) - through_cap(value, of_label); }
+  __device__ __forceinline__ float through_cap(float value, float cotangent) const {
+    const float tanh = FL_CAPPED ? value * per_cap : 0.f;
+    return FL_CAPPED ? cotangent * (1 - tanh * tanh) : cotangent;
   }
 };
 
 // kept = 1 - smoothing, share = smoothing / FL_SIZE
 extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part(
     const T* logits, const int* labels, const float* of_loss, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
-    Index rows, float scale, float smoothing, float kept, float share, float z_loss, float fill) {
+    int* bests, Index rows, float scale, float smoothing, float kept, float share, float z_loss, float fill, float cap, float per_cap) {
   fl_wait();
   Kept own;
   own.logits = logits;
@@ -283,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
 #pragma unroll
     for (int i = FL_HELD; i < kKept; i += kBatch) own.stage(first, i);
   }
-  const Reading reading{scale, fill};
+  const Reading reading{scale, fill, cap, per_cap};
 
   for (Index number = blockIdx.x; number < rows; number += gridDim.x) {
     const Row row(number);
@@ -297,17 +349,32 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
     const float alone = lone < 0 ? -infinity() : reading.of(static_cast<float>(logits[row.start + lone]), lone);
 
     Online found = {alone, lone < 0 ? 0.f : expf(alone - base_of(alone))};
-    own.each_batch(row, reading, [&](const Values& values) { found.add(values); });
+    Best best;
+    own.each_batch(row, reading, [&](const Values& values, int i) {
+      const float here = found.add(values);
+      if (FL_BEST) best.add(row, values, i, here);
+    });
     over_block.all(found);
+    if (FL_BEST) {
+      if (lone >= 0) best.meet(alone, lone);
+      over_block.all(best);
+    }
     float top = found.top, mass = found.mass;
     if (!is_finite(top) || !is_finite(mass)) { // no entry is finite, or the sum has a NaN or an infinity: as of entries below 0
       top = 0;
       float sum = lone < 0 ? 0.f : expf(alone);
-      own.each_batch(row, reading, [&](const Values& values) {
+      Best nan = {0};
+      if (FL_BEST && alone != alone) nan.meet(1, lone);
+      own.each_batch(row, reading, [&](const Values& values, int i) {
 #pragma unroll
         for (int j = 0; j < kBatch * FL_VEC; ++j) sum += expf(values[j]);
+        if (FL_BEST) nan.add_nan(row, values, i);
       });
       mass = over_block.sum(sum);
+      if (FL_BEST) {
+        over_block.all(nan);
+        if (nan.top > 0) best = nan;
+      }
     }
     const float log_mass = logf(mass), lse = top + log_mass;
 
@@ -315,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
     if constexpr (kTwice) {
       float count = z_loss != 0 ? 1 + 2 * z_loss * lse : 1; // the derivative of the loss by lse
       if (FL_OUTSIDE == 4 && !inside) count -= kept;
-      const Cotangent cotangent{top, scale * of_row * count / mass, scale * of_row * share, scale * of_row * kept};
+      const Cotangent cotangent{top, scale * of_row * count / mass, scale * of_row * share, scale * of_row * kept, per_cap};
       const auto give = [&](const Values& values, int first, int end) {
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
@@ -376,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
         // Of the label, by the thread that wrote it: in order.
         const bool has_gradient = (FL_OUTSIDE == 1 || inside) && (!kPadded || nearest < FL_CLASSES);
         if (has_gradient && (lone == nearest || row.is_mine(nearest)))
-          cotangents[row.start + nearest] = static_cast<Out>(cotangent.of(of_picked) - cotangent.of_label);
+          cotangents[row.start + nearest] = static_cast<Out>(cotangent.of_the_label(of_picked));
       }
       if (FL_SMOOTH) total = over_block.sum(total);
     }
@@ -392,6 +459,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
       masses[number] = mass;
       losses[number] = loss;
       lses[number] = lse;
+      if (FL_BEST) bests[number] = best.column == Best::kNone ? 0 : best.column;
     }
   }
 }

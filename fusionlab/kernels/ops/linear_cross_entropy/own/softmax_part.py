@@ -16,7 +16,7 @@ from .....device import Device
 from ....launch.ffi_call import launch
 from ...geometry import ITEM_BYTES
 from ..settings import Settings
-from .part_plan import DTYPES, MAX_COLUMNS, RESULTS, SOURCE, PartTile, part_plan
+from .part_plan import DTYPES, MAX_COLUMNS, SOURCE, PartTile, part_plan, results_of
 
 Array = Any
 
@@ -29,9 +29,7 @@ def refuses(form: Settings, dtype: Any, size: int) -> str | None:
     if not 0 < size <= MAX_COLUMNS:
         return f"the vocabulary has {size} entries, the kernel takes 1 to {MAX_COLUMNS}"
     others = {
-        "a softcap": form.softcap is not None,
-        "a bias": "bias" in form.present,
-        "the argmax of the logits": "argmax" in form.also,
+        "a bias of another dtype than x": "bias" in form.present and form.dtype_of("bias") != form.dtype_of("x"),
         "a vocabulary that devices share": bool(form.mesh_axes("v")),
     }
     if there := next((what for what, given in others.items() if given), None):
@@ -68,29 +66,35 @@ def softmax_part(
       tile: how the kernel is laid over rows; None chooses.
 
     Returns:
-      "top", "mass", "loss" and "lse" as rows.py has them, float32 *R; and, with of_loss, "dh", *R V: the cotangent of the product.
+      "top", "mass", "loss" and "lse" as rows.py has them, float32 *R; "argmax", int32 *R, if it is in `form.also`; and, with of_loss, "dh",
+      *R V: the cotangent of the product.
     """
     out = None if of_loss is None else jnp.dtype(wanted).name
     if not h.size:
-        return _of_none(h, out)
+        return _of_none(h, form, out)
     columns, dtype, aliases = int(h.shape[-1]), h.dtype.name, {}
     size = columns if size is None else size
     plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size)
     operands = [h, _in_32_bits(labels, size)]
-    results = [jax.ShapeDtypeStruct(h.shape[:-1], jnp.float32)] * (len(RESULTS) - 1)
+    names = results_of(form, out)
+    results = [jax.ShapeDtypeStruct(h.shape[:-1], _dtype_of(name)) for name in names if name != "cotangent"]
     if of_loss is not None and out is not None:
         operands.append(of_loss.astype(jnp.float32))
         results = [jax.ShapeDtypeStruct(h.shape, out), *results]
         if in_place and ITEM_BYTES[out] == ITEM_BYTES[dtype]:
             operands[0] = h if out == dtype else lax.bitcast_convert_type(h, out)  # the kernel reads it as it was
             aliases = {0: 0}
-    found = dict(zip(RESULTS[out is None :], launch(plan, operands, results, aliases), strict=True))
+    found = dict(zip(names, launch(plan, operands, results, aliases), strict=True))
     return found if out is None else found | {"dh": found.pop("cotangent")}
 
 
-def _of_none(h: Array, out: str | None) -> dict[str, Array]:
+def _dtype_of(name: str) -> Any:
+    return jnp.int32 if name == "argmax" else jnp.float32
+
+
+def _of_none(h: Array, form: Settings, out: str | None) -> dict[str, Array]:
     """The results of no logits."""
-    found = dict.fromkeys(RESULTS[1:], jnp.zeros(h.shape[:-1], jnp.float32))
+    found = {name: jnp.zeros(h.shape[:-1], _dtype_of(name)) for name in results_of(form, None)}
     return found if out is None else found | {"dh": jnp.zeros(h.shape, out)}
 
 
