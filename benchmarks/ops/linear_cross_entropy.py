@@ -7,9 +7,9 @@ is `fl.fuse` of the loss and gradients of the first, and "N rows" the op with as
 against temporaries. `forward` is the loss alone, with its operations
 over those of the product: of the compiled program, where XLA counts none for a product that it calls of a library, and of the program
 before it is compiled; a loop's body counts as often as it runs. `torch.compile` has `cross_entropy` of the product, in float32 where the
-logits are; torch rounds the product to bfloat16 first. A case may have a bias, a softcap of the logits, or the accuracy by the argmax of the same
-logits beside its loss. Errors are those of loss and gradients against the op in float64, in chunks, on the same numbers: a norm of the
-difference to that of the gradient. What fails is a line of the record, under `failures`.
+logits are; torch rounds the product to bfloat16 first. A case may have a bias, a softcap of the logits, or the accuracy by the
+argmax of the same logits beside its loss. Errors are those of loss and gradients against the op in float64, in chunks, on the same
+numbers: a norm of the difference to that of the gradient. What fails is a line of the record, under `failures`.
 
 On a CUDA device times are the device's. Elsewhere they are the processor's, over all threads, of programs that take turns, at sizes for a
 CPU and in float32. A run with other cases adds to the record that `-o` names, if it is one of the same machine and versions.
@@ -173,13 +173,16 @@ def truth(case: Case, args: tuple[Any, ...]) -> Any:
         return jax.jit(graded(loss, case))(*wide)
 
 
-def errors(found: Any, true: Any) -> list[float]:
-    """Of the loss, of the accuracy if there is one, and of the gradients."""
+def errors(case: Case, found: Any, true: Any) -> list[float]:
+    """Of the loss and of the gradients."""
     import jax
 
+    def compared(result: Any) -> list[Any]:
+        loss, gradients = result
+        return [loss[0] if case.form == "accuracy" else loss, *gradients]
+
     with jax.enable_x64(True):
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(true), strict=True)
-        return [float(_error()(a, t)) for a, t in pairs]
+        return [float(_error()(a, t)) for a, t in zip(compared(found), compared(true), strict=True)]
 
 
 @functools.cache
@@ -243,8 +246,6 @@ def torch_step(case: Case, args: tuple[Any, ...]) -> Callable[[], Any]:
 
 def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> None:
     """Adds times, temporaries and errors of each program; of the loss alone the operations, too."""
-    import jax
-
     import fusionlab as fl
 
     args, losses, failures = arguments(case), programs(case), found["failures"]
@@ -269,7 +270,7 @@ def measure(case: Case, found: dict[str, Any], on_cuda: bool, samples: int) -> N
     found |= {"forward": forward, "product_flop": case.product_flop}
     true = attempt(failures, "float64", lambda: truth(case, args))
     for name, run in running.items() if true is not None else ():
-        found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(r(), true))
+        found[name]["errors"] = attempt(failures, f"errors of {name}", lambda r=run: errors(case, r(), true))
 
 
 def measure_torch(case: Case, found: dict[str, Any], samples: int) -> None:

@@ -20,7 +20,9 @@ EVERYTHING = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": -0.7}
 
 @dataclass(frozen=True)
 class Case:
-    """A call of `softmax_part`: sizes, dtypes, settings and, where it is not chosen, the tile; entries of a row beyond the vocabulary."""
+    """A call of `softmax_part`: sizes, dtypes, settings and, where it is not chosen, the tile; entries of a row beyond the vocabulary; the
+    dtype of a bias, if the kernel is to add one.
+    """
 
     count: int
     size: int
@@ -29,6 +31,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     tile: PartTile | None = None
     beyond: int = 0
+    bias: str | None = None
 
     def form(self, device: Any) -> Settings:
         return Settings(**self.options, logits_dtype=self.dtype, device=device)
@@ -44,9 +47,14 @@ def operands(case: Case, seed: int = 0, spread: float = 3.0) -> tuple[jax.Array,
     return jnp.asarray(h, case.dtype), jnp.asarray(labels, jnp.int32), jnp.asarray(of_loss, jnp.float32)
 
 
-def by_rows(h: Any, labels: Any, of_loss: Any, form: Settings, out: str | None) -> dict[str, Any]:
+def bias_of(case: Case) -> jax.Array | None:
+    bias = np.random.default_rng(1).normal(size=case.size + case.beyond)
+    return None if case.bias is None else jnp.asarray(bias, case.bias)
+
+
+def by_rows(h: Any, labels: Any, of_loss: Any, bias: Any, form: Settings, out: str | None) -> dict[str, Any]:
     """What rows.py makes of logits in float32 or float64."""
-    of = rows.of_product(h, labels, None, form)
+    of = rows.of_product(h, labels, None if bias is None else bias[: h.shape[-1]], form)
     top, mass = rows.statistics(of, form)
     found = {"top": top, "mass": mass, **rows.losses(of, top, mass, form)}
     if "argmax" in form.also:
@@ -62,14 +70,16 @@ def exact(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, np.nd
     with jax.enable_x64(True):
         h, labels, of_loss = (np.asarray(a) for a in given)
         wide = jnp.asarray(h.astype(np.float64)), jnp.asarray(labels), jnp.asarray(of_loss.astype(np.float64))
-        return jax.device_get(jax.jit(partial(by_rows, form=form, out=case.out))(*wide))
+        bias = None if case.bias is None else jnp.asarray(np.asarray(bias_of(case), np.float64))
+        return jax.device_get(jax.jit(partial(by_rows, form=form, out=case.out))(*wide, bias))
 
 
 def by_kernel(case: Case, given: tuple[Any, ...], form: Settings) -> dict[str, Any]:
     def run(h: Any, labels: Any, of_loss: Any) -> dict[str, Any]:
         h = jnp.pad(h, ((0, 0), (0, case.beyond)), constant_values=jnp.nan)
         of_loss = None if case.out is None else of_loss
-        return softmax_part(h, labels, of_loss, form, case.out, tile=case.tile, size=case.size)
+        more = {"tile": case.tile, "size": case.size, "bias": bias_of(case)}
+        return softmax_part(h, labels, of_loss, form, case.out, **more)
 
     found = jax.jit(run)(*given)
     if case.beyond and case.out is not None:
@@ -101,7 +111,7 @@ def check(case: Case, given: tuple[Any, ...], device: Any) -> dict[str, Any]:
     """Errors of at most twice those of rows.py in float32, and an ulp; of a cotangent in 16 bits, about what rounding makes of that."""
     form = case.form(device)
     want, got = exact(case, given, form), by_kernel(case, given, form)
-    plain = jax.jit(partial(by_rows, form=form, out=case.out))(*given)
+    plain = jax.jit(partial(by_rows, form=form, out=case.out))(*given, bias_of(case))
     assert got.keys() == want.keys()
     for found in (want, got, plain):  # XLA's maximum on a CPU may pass over a NaN, which is in all other results
         found["top"] = np.where(np.isnan(found["mass"]), 0, found["top"])

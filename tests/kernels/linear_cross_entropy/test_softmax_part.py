@@ -73,6 +73,16 @@ MORE = {
     "argmax, classes, no cotangent": Case(
         4, 301, "bfloat16", None, {"classes": 270, "fill": 40.0, "also": ("argmax",)}, beyond=19
     ),
+    "bias": Case(5, 1004, "float32", "float16", bias="bfloat16"),
+    "bias, everything, all places": Case(
+        5,
+        32 * 4 * 16 + 77,
+        options={**EVERYTHING, "softcap": 4.0, "also": ("argmax",), "classes": 2000},
+        tile=ALL_PLACES,
+        beyond=3,
+        bias="float32",
+    ),
+    "bias, 16 bits": Case(4, 303, "bfloat16", "bfloat16", bias="float16", beyond=1),
     "argmax, a few": Case(5, 3, "float32", "float32", {"also": ("argmax",)}),
 }
 

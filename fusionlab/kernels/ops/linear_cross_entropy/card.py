@@ -18,15 +18,18 @@ def variants(arch: str) -> Variants:
     if arch not in SOURCE.archs:
         return
     device = Device.of(arch)
-    everything = Settings(label_smoothing=0.1, z_loss=1e-4, scale=0.5, out_of_range="drop", device=device)
+    further = {"softcap": 30.0, "also": ("argmax",), "out_of_range": "drop"}
+    everything = Settings(label_smoothing=0.1, z_loss=1e-4, scale=0.5, **further, device=device)
     for dtype in DTYPES if arch == "sm_90" else DTYPES[:2]:
         narrow = ("bfloat16", "float16") if dtype == "float32" else (dtype,)
         for columns in (100, 32768, 50257, 128256) if arch == "sm_90" else (32768, 50257):
             for out in (*narrow, None):
                 plan = part_plan(4096, columns, dtype, out, Settings(device=device))
                 yield f"softmax {dtype} {columns}: {out or 'no cotangent'}", plan
-        plan = part_plan(4096, 4099, dtype, "float32", everything)
-        yield f"softmax {dtype} 4099: float32 and everything", plan
+        bias = "bfloat16" if dtype == "float32" else None
+        for columns, out in ((4099, "float32"), (32768, narrow[0]), (50257, narrow[0])):
+            plan = part_plan(4096, columns, dtype, out, everything, bias=bias)
+            yield f"softmax {dtype} {columns}: {out} and everything", plan
         for name, form in (("", Settings(device=device)), (" and everything", replace(everything, classes=50000))):
             plan = part_plan(4096, 50304, dtype, narrow[0], form, size=50257)
             yield f"softmax {dtype} 50257 of 50304: {narrow[0]}{name}", plan

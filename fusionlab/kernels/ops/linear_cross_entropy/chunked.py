@@ -7,6 +7,7 @@ chunk multiplies its own, and what is summed over rows, the gradients of w and b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -164,35 +165,37 @@ class _Pull:
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:
         found = of_bias(of, part, cotangents, self.form) if "bias" in self.wanted else {}
-        return found | self.made(*multiplied(self.known, of, part, cotangents, self.form), part["x"])
+        return self.made(*multiplied(self.known, of, part, cotangents, self.form), part["x"]) | found
 
     def made(self, dh: Array, sizes: Array | None, x: Array) -> dict[str, Array]:
         """Of the cotangent of a chunk's logits, as `multiplied` gives it: the gradients of x and w, or what they are made of."""
         if self.kept is Kept.SUMS:
-            return products(self.known, dh, sizes, x, self.w, self.wanted, self.form)
+            return self._multiplied(dh, sizes, x)
         return {_DH: dh} | ({} if sizes is None else {_SIZES: sizes})
 
     def by_kernel(self, part: dict[str, Array], of_loss: Array | None) -> dict[str, Array]:
         """All that is known of a chunk's rows, and with the cotangent of the loss of each row what `__call__` gives."""
-        h = rows.product(part["x"], self.w, self.form)
-        if self.bias is not None:
-            h = h + jnp.pad(self.bias.astype(h.dtype), (0, h.shape[-1] - self.size))
+        h, bias = rows.product(part["x"], self.w, self.form), self.bias
+        if bias is not None:
+            bias = jnp.pad(bias, (0, h.shape[-1] - self.size))
+            if h.dtype.itemsize < 4:  # what makes the product adds it on the way to memory
+                h, bias = h + bias.astype(h.dtype), None
+        run = functools.partial(softmax_part, h, part["labels"], form=self.form, size=self.size, bias=bias)
         if of_loss is None:
-            return softmax_part(h, part["labels"], None, self.form, size=self.size)
+            return run(None)
         given, sizes = divided(self.known, {"loss": of_loss})
-        found = softmax_part(
-            h, part["labels"], given["loss"], self.form, dtype_of(self.known, self.form), size=self.size
-        )
-        dh = found.pop("dh")
-        sums = {"bias": summed(dh, sizes)[: self.size]} if "bias" in self.wanted else {}
-        return found | sums | self.made(dh, sizes, part["x"])
+        found = run(given["loss"], wanted=dtype_of(self.known, self.form))
+        return found | self.made(found.pop("dh"), sizes, part["x"])
 
     def products(self, found: dict[str, Array], x: Array) -> dict[str, Array]:
         """With the gradients in place of what they are made of; all by row, as x is."""
         if _DH not in found:
             return found
-        dh, sizes = found.pop(_DH), found.pop(_SIZES, None)
-        return found | products(self.known, dh, sizes, x, self.w, self.wanted, self.form, self.form.rounded)
+        return self._multiplied(found.pop(_DH), found.pop(_SIZES, None), x, self.form.rounded) | found
+
+    def _multiplied(self, dh: Array, sizes: Array | None, x: Array, rounded: bool = False) -> dict[str, Array]:
+        found = products(self.known, dh, sizes, x, self.w, self.wanted, self.form, rounded)
+        return found | ({"bias": summed(dh, sizes)[: self.size]} if "bias" in self.wanted else {})
 
     def cut(self, found: dict[str, Array]) -> dict[str, Array]:
         """With the gradient of w without the entries that `_padded` added."""

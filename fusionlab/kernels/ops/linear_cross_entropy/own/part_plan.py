@@ -104,8 +104,9 @@ def part_plan(
     form: Settings,
     tile: PartTile | None = None,
     size: int | None = None,
+    bias: str | None = None,
 ) -> KernelPlan:
-    """Operands: logits, labels (int32) and, with `out`, the cotangents of the losses. Results: those of `results_of`.
+    """Operands: logits, labels (int32), with `out` the cotangents of the losses, and with `bias` that. Results: those of `results_of`.
 
     Args:
       rows, columns: of the logits, none of them 0, and `dtype` theirs.
@@ -113,6 +114,7 @@ def part_plan(
       form: of the call; the room is that of its device.
       tile: None chooses one.
       size: the vocabulary, the first entries of a row; None: all columns.
+      bias: the dtype of a bias of `columns` entries that is still to be added; None: there is none.
     """
     size = columns if size is None else size
     device, smooth = form.device, bool(form.label_smoothing)
@@ -121,6 +123,7 @@ def part_plan(
     values = {
         "T": CODES[dtype],
         "OUT": -1 if out is None else CODES[out],
+        "BIAS": -1 if bias is None else CODES[bias],
         "N": columns,
         "SIZE": size,
         "CLASSES": size if form.classes is None else form.classes,
@@ -136,10 +139,10 @@ def part_plan(
         "BEST": int("argmax" in form.also),
         "OUTSIDE": OUT_OF_RANGE.index(form.out_of_range),
     }
-    reads = ("logits", "labels", *([] if out is None else ["of_loss"]))
+    reads = ("logits", "labels", *([] if out is None else ["of_loss"]), *([] if bias is None else ["bias"]))
     s, cap = form.label_smoothing, 1.0 if form.softcap is None else form.softcap
     params = (
-        *places("operand", ("logits", "labels", "of_loss"), reads),
+        *places("operand", ("logits", "labels", "of_loss", "bias"), reads),
         *places("result", RESULTS, results_of(form, out)),
         ("i64", rows),
         *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, _of_float32(form.fill), cap, 1 / cap)),

@@ -1,11 +1,12 @@
-// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * logits, or of cap * tanh(h / cap),
-// and the cotangent of the logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
+// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * (logits + bias), or of
+// cap * tanh(h / cap), and the cotangent of the logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
 // largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
 // times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
 // with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
 // by memory. Sums have a fixed order. The cotangent may take the place of the logits. part_plan.py chooses the geometry.
 //
 //   FL_T        storage of the logits: 0 float, 1 bfloat16, 2 half. All else is computed in float.
+//   FL_BIAS     storage of the bias: the same codes; -1: there is none
 //   FL_OUT      storage of the cotangent: the same codes; -1: it is not wanted
 //   FL_N        entries from one row to the next
 //   FL_SIZE     how many of them there are for the loss, the first ones: the cotangent of the others is 0
@@ -42,8 +43,10 @@ __device__ __forceinline__ void copy_16_once(void* to, const void* from, bool in
 
 using T = Storage<FL_T>::Type;
 using Out = Storage<FL_OUT>::Type;
+using Bias = Storage<FL_BIAS>::Type;
 using Vector = Pack<T>;
 constexpr bool kWants = FL_OUT >= 0, kTwice = kWants || FL_SMOOTH; // twice over the row
+constexpr bool kBiased = FL_BIAS >= 0;
 constexpr bool kAligned = FL_N % FL_VEC == 0;                       // every row starts at a vector
 constexpr bool kPadded = FL_CLASSES < FL_N;                         // the last entries are no logits
 constexpr int kLeast = kAligned ? FL_N / FL_VEC : FL_N < FL_VEC ? 0 : (FL_N - FL_VEC + 1) / FL_VEC; // vectors of a row, at least
@@ -130,13 +133,34 @@ constexpr int kSure = -1;
 __device__ __forceinline__ bool has(const Row& row, int i, int end) { return end == kSure || (i < end && row.has(i)); }
 
 // What an entry is made of that of memory.
+struct alignas(FL_VEC * sizeof(Bias)) Biases {
+  Bias at[FL_VEC];
+};
 struct Reading {
+  const Bias* bias;
   float scale, fill, cap, per_cap;
 
   __device__ __forceinline__ float of(float value, int column) const {
+    return with_bias(kBiased ? value + static_cast<float>(bias[column]) : value, column);
+  }
+  __device__ __forceinline__ float with_bias(float value, int column) const {
     if (kPadded && column >= FL_CLASSES) return column < FL_SIZE ? fill : -infinity();
     const float scaled = FL_SCALED ? scale * value : value;
     return FL_CAPPED ? cap * tanhf(scaled * per_cap) : scaled;
+  }
+  // The same of the entries of a vector, of which the first is in this column.
+  __device__ __forceinline__ void add_bias(float* values, int column) const {
+    if constexpr (kBiased) {
+      Biases biases;
+      if constexpr (kAligned)
+        biases = *reinterpret_cast<const Biases*>(bias + column);
+      else {
+#pragma unroll
+        for (int k = 0; k < FL_VEC; ++k) biases.at[k] = bias[column + k];
+      }
+#pragma unroll
+      for (int k = 0; k < FL_VEC; ++k) values[k] += static_cast<float>(biases.at[k]);
+    }
   }
 };
 
@@ -155,10 +179,13 @@ struct Values {
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       const bool there = has(row, i + j, end);
-      if (there) unpack(vectors[j], at[j]);
+      if (there) {
+        unpack(vectors[j], at[j]);
+        reading.add_bias(at[j], row.column(i + j));
+      }
       const int column = row.checked_column(i + j);
 #pragma unroll
-      for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? reading.of(at[j][k], column + k) : -infinity();
+      for (int k = 0; k < FL_VEC; ++k) at[j][k] = there ? reading.with_bias(at[j][k], column + k) : -infinity();
     }
   }
 };
@@ -321,7 +348,7 @@ struct Cotangent {
 
 // kept = 1 - smoothing, share = smoothing / FL_SIZE
 extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part(
-    const T* logits, const int* labels, const float* of_loss, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
+    const T* logits, const int* labels, const float* of_loss, const Bias* bias, Out* cotangents, float* tops, float* masses, float* losses, float* lses,
     int* bests, Index rows, float scale, float smoothing, float kept, float share, float z_loss, float fill, float cap, float per_cap) {
   fl_wait();
   Kept own;
@@ -335,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
 #pragma unroll
     for (int i = FL_HELD; i < kKept; i += kBatch) own.stage(first, i);
   }
-  const Reading reading{scale, fill, cap, per_cap};
+  const Reading reading{bias, scale, fill, cap, per_cap};
 
   for (Index number = blockIdx.x; number < rows; number += gridDim.x) {
     const Row row(number);

@@ -50,6 +50,7 @@ def softmax_part(
     wanted: Any = None,
     *,
     size: int | None = None,
+    bias: Array | None = None,
     in_place: bool = True,
     tile: PartTile | None = None,
 ) -> dict[str, Array]:
@@ -62,6 +63,7 @@ def softmax_part(
       form: of the call.
       wanted: the dtype of the logits' cotangent: float32, bfloat16 or float16.
       size: the entries of the vocabulary, the first of V; None: V. The cotangent of the others is 0.
+      bias: V, still to be added, in one of the dtypes of the cotangent; None without one.
       in_place: whether a cotangent of as many bytes takes the memory of h, which XLA copies first if it is needed later.
       tile: how the kernel is laid over rows; None chooses.
 
@@ -74,7 +76,9 @@ def softmax_part(
         return _of_none(h, form, out)
     columns, dtype, aliases = int(h.shape[-1]), h.dtype.name, {}
     size = columns if size is None else size
-    plan = part_plan(math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size)
+    plan = part_plan(
+        math.prod(h.shape[:-1]), columns, dtype, out, form, tile, size, None if bias is None else bias.dtype.name
+    )
     operands = [h, _in_32_bits(labels, size)]
     names = results_of(form, out)
     results = [jax.ShapeDtypeStruct(h.shape[:-1], _dtype_of(name)) for name in names if name != "cotangent"]
@@ -84,6 +88,7 @@ def softmax_part(
         if in_place and ITEM_BYTES[out] == ITEM_BYTES[dtype]:
             operands[0] = h if out == dtype else lax.bitcast_convert_type(h, out)  # the kernel reads it as it was
             aliases = {0: 0}
+    operands += [] if bias is None else [bias]
     found = dict(zip(names, launch(plan, operands, results, aliases), strict=True))
     return found if out is None else found | {"dh": found.pop("cotangent")}
 
