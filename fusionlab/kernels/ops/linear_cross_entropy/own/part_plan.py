@@ -114,7 +114,7 @@ def part_plan(
       form: of the call; the room is that of its device.
       tile: None chooses one.
       size: the vocabulary, the first entries of a row; None: all columns.
-      bias: the dtype of a bias of `columns` entries that is still to be added; None: there is none.
+      bias: the dtype of a bias of `columns` entries that is still to be added; None: without one.
     """
     size = columns if size is None else size
     device, smooth = form.device, bool(form.label_smoothing)

@@ -6,7 +6,7 @@
 // by memory. Sums have a fixed order. The cotangent may take the place of the logits. part_plan.py chooses the geometry.
 //
 //   FL_T        storage of the logits: 0 float, 1 bfloat16, 2 half. All else is computed in float.
-//   FL_BIAS     storage of the bias: the same codes; -1: there is none
+//   FL_BIAS     storage of the bias: the same codes; -1: without one
 //   FL_OUT      storage of the cotangent: the same codes; -1: it is not wanted
 //   FL_N        entries from one row to the next
 //   FL_SIZE     how many of them there are for the loss, the first ones: the cotangent of the others is 0
