@@ -341,6 +341,26 @@ def test_the_op_by_the_kernel_is_the_original(name, weighted, size, at_once, mon
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_the_op_by_the_kernel_in_a_shard_map(check_vma, monkeypatch):
+    monkeypatch.setattr(Settings, "on_a_gpu", True)
+    x, w, labels, bias, weights = op_operands((13,), 8, 37)
+    mesh, split = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("d")
+
+    def graded(f, x, w, bias, **more):
+        def loss(x, labels, weights, w, bias):
+            return jax.lax.psum(f(x, w, labels, bias, weights, softcap=2.0, **more), "d")
+
+        specs = (split, split, split, jax.P(), jax.P())
+        whole = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check_vma)
+        return jax.jit(jax.value_and_grad(lambda x, w, bias: whole(x, labels, weights, w, bias), (0, 1, 2)))(x, w, bias)
+
+    ours = graded(linear_cross_entropy, x, w, bias, implementation="cuda", chunk=5)
+    assert_same(ours, graded(original, x, w, bias), 3e-6)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
 def test_the_op_by_the_kernel_in_16_bits_is_as_far_from_float64_as_the_original(monkeypatch):
     monkeypatch.setattr(Settings, "on_a_gpu", True)
     x, w, labels, _, _ = op_operands((96,), 32, 512, "bfloat16")

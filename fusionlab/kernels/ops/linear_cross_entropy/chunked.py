@@ -22,7 +22,7 @@ from ....graph.dtypes import arithmetic_dtype
 from ...op.arrays import Named
 from . import reference, rows
 from .halves import Halves, divided, dtype_of, factor, halves, multiplied, of_bias, products, summed
-from .own.softmax_part import softmax_part
+from .own.softmax_part import softmax_part, unwritten
 from .settings import Settings
 
 Array = Any
@@ -106,7 +106,7 @@ def forward(
         return rows.results(part["x"], w, part["labels"], bias, form, pulled if "weights" in part else None)
 
     given = {"x": x, "labels": labels} | ({} if scaled is None else {"weights": scaled})
-    found = by_chunks(step, given, w, x.shape, form, None if scaled is None else pull)
+    found = by_chunks(step, given, w, x.shape, form, None if scaled is None else pull, by_kernel)
     return reference.finished(found, weights, {"x": lift, "bias": lift, "w": lift * factor(known)}, residuals, form)
 
 
@@ -131,7 +131,7 @@ def cotangent(
             return pull(of, part, {name: part[name] for name in cotangents})
 
         given = {name: saved[name] for name in ("x", "labels", "top", "mass")} | cotangents
-        found = by_chunks(step, given, w, saved["x"].shape, form, pull)
+        found = by_chunks(step, given, w, saved["x"].shape, form, pull, runs)
         return found | ({"w": found["w"] * factor(known)} if "w" in found else {})
 
     return reference.pulled_back(saved, ct, wanted, form, of_rows)
@@ -225,6 +225,7 @@ def by_chunks(
     shape: tuple[int, ...],
     form: Settings,
     pull: _Pull | None,
+    by_kernel: bool,
 ) -> dict[str, Array]:
     """`step` of all rows: the gradients of w and bias added up, all else by row; those that `pull` makes after the loop of all rows, with
     the ones that were missing in the last chunk. `given` has entries for each row in front.
@@ -233,24 +234,34 @@ def by_chunks(
     number, each = chunks(shape, w.shape[0 if form.transposed else 1], form, kept)
     lead, count = shape[:-1], math.prod(shape[:-1])
     parts = {name: _cut(a, len(lead), number, each, 1 if name == "mass" else 0) for name, a in given.items()}
-    sums, found = _looped(step, parts, w) if number > 1 else _once(step, parts)
+    sums, found = _looped(step, parts, w, by_kernel) if number > 1 else _once(step, parts)
     found = sums | {name: _flat(a) for name, a in found.items()}
     found = found if pull is None else pull.cut(pull.products(found, _flat(parts["x"])))
     return {name: a if name in _SUMMED else a[:count].reshape(*lead, *a.shape[1:]) for name, a in found.items()}
 
 
-def _looped(step: Callable[..., Any], parts: dict[str, Array], w: Array) -> tuple[dict[str, Array], dict[str, Array]]:
+def _looped(
+    step: Callable[..., Any], parts: dict[str, Array], w: Array, by_kernel: bool
+) -> tuple[dict[str, Array], dict[str, Array]]:
     kinds = jax.eval_shape(lambda given: step({name: a[0] for name, a in given.items()}), parts)
+    number = len(next(iter(parts.values())))
     zeros = {
         slot: jnp.zeros_like(w, shape=kinds[slot].shape, dtype=kinds[slot].dtype) for slot in _SUMMED if slot in kinds
     }
+    # XLA fills what a scan stacks with zeros first, which takes as long as the cotangents take to be written.
+    stack = {}
+    if by_kernel and _DH in kinds:
+        stack[_DH] = unwritten((number, *kinds[_DH].shape), kinds[_DH].dtype, [*parts.values(), w])
 
-    def body(sums: dict[str, Array], part: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:
+    def body(carried: tuple[Any, ...], part: dict[str, Array]) -> tuple[tuple[Any, ...], dict[str, Array]]:
+        at, sums, stack = carried
         found = step(part)
         sums = {name: total + found.pop(name) for name, total in sums.items()}
-        return sums, found
+        stack = {name: lax.dynamic_update_index_in_dim(a, found.pop(name), at, 0) for name, a in stack.items()}
+        return (at + 1, sums, stack), found
 
-    return lax.scan(body, zeros, parts)
+    (_, sums, stack), found = lax.scan(body, (0, zeros, stack), parts)
+    return sums, found | stack
 
 
 def _once(step: Callable[..., Any], parts: dict[str, Array]) -> tuple[dict[str, Array], dict[str, Array]]:

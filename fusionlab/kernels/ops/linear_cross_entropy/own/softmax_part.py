@@ -6,6 +6,7 @@ What it computes is what rows.py does of logits that exist: `statistics`, `losse
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from .....device import Device
+from .....graph.program.in_shard_map import same_varying_axes
 from ....launch.ffi_call import launch
+from ....launch.kernel_plan import KernelPlan
 from ...geometry import ITEM_BYTES
 from ..settings import Settings
 from .part_plan import DTYPES, MAX_COLUMNS, SOURCE, PartTile, part_plan, results_of
@@ -95,6 +98,14 @@ def softmax_part(
 
 def _dtype_of(name: str) -> Any:
     return jnp.int32 if name == "argmax" else jnp.float32
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any, like: Sequence[Array]) -> Array:
+    """Memory as it is, for a loop that writes all of it; call it while a program is lowered for a CUDA device. Inside a `shard_map` it
+    varies as the arrays `like` do.
+    """
+    found = launch(KernelPlan(SOURCE.path, (), ()), [], [jax.ShapeDtypeStruct(shape, dtype)])
+    return same_varying_axes([*found, *like])[0]
 
 
 def _of_none(h: Array, form: Settings, out: str | None) -> dict[str, Array]:
