@@ -11,22 +11,22 @@ import numpy as np
 
 import fusionlab as fl
 from benchmarks.devices.fsdp import Layout, arguments, layouts, steps, with_layout
+from benchmarks.measuring import peak_bytes
 from benchmarks.programs.language_rows import FUSED
 from benchmarks.programs.language_steps import TINY
 from fusionlab.graph.xla.collectives import traffic
 
 CASE = TINY[0]
-PASSES = ("dot_product_attention", "layer_norm", "linear_cross_entropy")
-SITES = {"dot_product_attention": 1, "layer_norm": 3, "linear_cross_entropy": 1}
+SITES = {"dot_product_attention": 1, "layer_norm": 3, "linear_cross_entropy": 1, "gemm_epilogue": 1}
 
 
 def sites(fn: Callable, *args: jax.Array) -> dict[str, int]:
-    counts = fl.find(fn, *args, passes=PASSES).counts()
+    counts = fl.find(fn, *args, passes=tuple(SITES)).counts()
     return {name: counts[name] for name in SITES}
 
 
 def trial(name: str) -> None:
-    """The same sites as on one device, forward and differentiated; the original's collectives, and its results."""
+    """The same sites as on one device, forward and differentiated; the original's collectives, its results, and no more memory."""
     layout: Layout = dict(layouts(2))[name]
     loss, args = CASE.loss(layout.written), arguments(CASE, layout)
     with jax.set_mesh(layout.mesh):
@@ -36,8 +36,10 @@ def trial(name: str) -> None:
         compiled = {n: with_layout(made[n], args).lower(*args).compile() for n in ("jax.jit", *FUSED)}
         found = {n: program(*args) for n, program in compiled.items()}
     moved = {n: traffic(program.as_text()) for n, program in compiled.items()}
+    peaks = {n: peak_bytes(program) for n, program in compiled.items()}
     for fused in FUSED:
         assert moved[fused] == moved["jax.jit"], moved
+        assert peaks[fused] <= peaks["jax.jit"], peaks
         for got, want in zip(jax.tree.leaves(found[fused]), jax.tree.leaves(found["jax.jit"]), strict=True):
             assert got.sharding == want.sharding
             got, want = (np.asarray(a, "float32") for a in (got, want))
