@@ -18,19 +18,17 @@ SOURCE = CudaSource("linear_cross_entropy/own/softmax_part.cu", ("softmax_part",
 DTYPES = ("float32", "bfloat16", "float16")  # of the logits and of their cotangent
 MAX_COLUMNS = 1 << 30  # a column's number has 32 bits
 RESULTS: tuple[str, ...] = ("cotangent", "top", "mass", "loss", "lse", "argmax")
+MULTIPROCESSORS = 132  # where a device's own number is not known
+STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
+RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
+HELD = 2  # vectors of a thread in registers, at most: more of them spill others
+MOST_AGAIN = 4  # of a row's vectors, one in so many is read a second time before blocks get larger
 
 
 def results_of(form: Settings, out: str | None) -> tuple[str, ...]:
     """Of `RESULTS` those of a call with this dtype of the cotangent, None where it is not wanted."""
     without = {"cotangent": out is None, "argmax": "argmax" not in form.also}
     return tuple(name for name in RESULTS if not without.get(name))
-
-
-MULTIPROCESSORS = 132  # where a device's own number is not known
-STATIC = 1 << 9  # bytes of shared memory that a block has for its reductions, at most
-RESIDENT_THREADS = 1024  # of a multiprocessor: 64 registers each
-HELD = 2  # vectors of a thread in registers, at most: more of them spill others
-MOST_AGAIN = 4  # of a row's vectors, one in so many is read a second time before blocks get larger
 
 
 @dataclass(frozen=True)
