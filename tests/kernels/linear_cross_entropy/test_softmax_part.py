@@ -188,6 +188,17 @@ def test_rows_of_nan_and_infinities(size, more):
 
 @pytest.mark.dear
 @pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("threads", [64, 1024])
+def test_the_largest_of_a_row_of_minus_infinity_is_the_first_entry(threads):
+    """In blocks of as many warps as a warp has lanes, too, and where the last entries of a row are in no vector."""
+    units = -(-1003 // (4 * threads))
+    case = Case(5, 1003, options={"also": ("argmax",)}, tile=PartTile(threads, 1, units, 0, units))
+    h, labels, of_loss = operands(case)
+    check(case, (h.at[:].set(-jnp.inf), labels, of_loss), H200)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
 def test_a_large_common_addend_costs_no_accuracy():
     case = Case(4, 2000, "float32", "float32", {"label_smoothing": 0.1})
     h, labels, of_loss = operands(case)
@@ -378,3 +389,26 @@ def test_the_op_by_the_kernel_in_16_bits_is_as_far_from_float64_as_the_original(
     for a, b, t in zip(ours, graded(original, x, w, logits_dtype="bfloat16"), true, strict=True):
         # On a CPU XLA does not round the logits of the original, as it does where they are written to memory.
         assert np.linalg.norm(a - t) <= 1.25 * np.linalg.norm(b - t) + 2e-5 * np.linalg.norm(t)
+
+
+@pytest.mark.dear
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_derivative_by_row_in_16_bits_is_of_the_logits_that_the_statistics_are_of(weighted):
+    """With a bias that rounding the logits to 16 bits a second time would be seen beside."""
+    x, w, labels, bias, weights = op_operands((13,), 16, 40, "bfloat16")
+    labels, bias, weights = labels % 40, (8 * bias).astype("bfloat16"), weights if weighted else None
+
+    def derivatives(f, *given, **more):
+        def loss(x, w, bias):
+            out, lse = f(x, w, labels, bias, weights, also=("lse",), **more)
+            return jnp.sum(out) + jnp.sum(jnp.square(lse)) / 1000
+
+        found = jax.jit(jax.grad(loss, (0, 1, 2)))(*given), jax.jit(lambda *a: jax.jvp(loss, a, a)[1])(*given)
+        return [np.asarray(a, np.float64) for a in jax.tree.leaves(found)]
+
+    with jax.enable_x64(True):
+        true = derivatives(original, *(a.astype("float64") for a in (x, w, bias)))
+    ours = derivatives(linear_cross_entropy, x, w, bias, logits_dtype="bfloat16", implementation="cuda")
+    for a, t in zip(ours, true, strict=True):
+        assert np.linalg.norm(a - t) <= 0.004 * np.linalg.norm(t)  # 0.023 and more of rounded logits, by row

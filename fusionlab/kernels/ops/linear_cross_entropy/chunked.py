@@ -178,7 +178,9 @@ class _Pull:
         h, bias = rows.product(part["x"], self.w, self.form), self.bias
         if bias is not None:
             bias = jnp.pad(bias, (0, h.shape[-1] - self.size))
-            if h.dtype.itemsize < 4:  # what makes the product adds it on the way to memory
+            # What makes a product in 16 bits adds it on the way to memory, and rounds the sum: not where logits that are not rounded,
+            # computed again for a derivative by row, would meet the statistics of rounded ones.
+            if h.dtype.itemsize < 4 and not self.form.has_rows:
                 h, bias = h + bias.astype(h.dtype), None
         run = functools.partial(softmax_part, h, part["labels"], form=self.form, size=self.size, bias=bias)
         if of_loss is None:

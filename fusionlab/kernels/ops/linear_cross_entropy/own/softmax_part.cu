@@ -383,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(FL_THREADS, FL_BLOCKS) softmax_part
     });
     over_block.all(found);
     if (FL_BEST) {
-      if (lone >= 0) best.meet(alone, lone);
+      if (alone > -infinity()) best.meet(alone, lone); // of a row of -inf alone none, as of vectors: column 0
       over_block.all(best);
     }
     float top = found.top, mass = found.mass;
