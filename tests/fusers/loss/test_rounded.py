@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ import pytest
 import fusionlab as fl
 from fusionlab.graph.unit_cotangent import has_unit_cotangent
 from fusionlab.kernels import OPS
-from tests.fusers.checks import same_bits
+from tests.fusers.checks import agree, same_bits
 
 from .spellings import integer_labels
 
@@ -84,3 +86,37 @@ def test_a_call_on_its_own_keeps_float32():
     op = OPS[NAME]
     traced = jax.make_jaxpr(lambda *a: op.call(*a, None, jnp.ones(64)))(x, w, y)
     assert "rounded" not in traced.jaxpr.eqns[-1].params
+
+
+def with_bias(summed, x, w, b, y):
+    return integer_labels(((x @ w).astype(summed) + b.astype(summed)).astype(jnp.float32), y).mean()
+
+
+def graded_with_bias(summed):
+    return jax.value_and_grad(functools.partial(with_bias, summed), (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("kept", "summed", "count"),
+    [("float32", "bfloat16", 1), ("bfloat16", "float32", 0)],
+    ids=["a parameter in float32", "a sum in float32"],
+)
+def test_a_kernel_that_rounds_the_sum_with_a_bias_is_for_programs_that_do(kept, summed, count):
+    shapes = {
+        "x": ((8192, 512), "bfloat16"),
+        "w": ((512, 32768), "bfloat16"),
+        "b": ((32768,), kept),
+        "y": ((8192,), "int32"),
+    }
+    args = [jax.ShapeDtypeStruct(*of) for of in shapes.values()]
+    assert fl.find(graded_with_bias(summed), *args, device="h200").counts()[NAME] == count
+
+
+@pytest.mark.dear
+@pytest.mark.parametrize("summed", ["bfloat16", "float32"])
+@pytest.mark.parametrize("kept", ["bfloat16", "float32"])
+def test_a_bias_in_another_dtype_than_its_sum_has_the_gradients_of_the_program(kept, summed):
+    x, w, y = operands()
+    b = jax.random.normal(jax.random.key(3), (512,)).astype(kept)
+    found = agree(graded_with_bias(summed), x, w, b, y, passes=[NAME], factor=4)
+    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}

@@ -55,7 +55,8 @@ class Head:
       product: the node of the product; `chain`: the nodes from there to the logits, in order.
       x, w: the raw values that are multiplied; `transposed`: w is [V, E].
       logits: the logits that the loss reads, [*rows, V].
-      bias: the vector that is added, or None; `softcap`: the cap on the logits, or None; `scale`: the factor of x @ w + bias.
+      bias: the vector that is added, or None, and `sum_dtype` the dtype of the sum; `softcap`: the cap on the logits, or None; `scale`:
+        the factor of x @ w + bias.
       counted: the number of classes that count, the first ones, where the logits of the others are `fill`; None if all count.
       taken: the slice that takes some rows of what a softmax makes of the logits, as of log-probabilities; () if the loss has all rows.
     """
@@ -67,6 +68,7 @@ class Head:
     transposed: bool
     logits: Value
     bias: Value | None = None
+    sum_dtype: Any = None
     softcap: float | None = None
     scale: float = 1.0
     counted: int | None = None
@@ -283,7 +285,8 @@ def _capped(view: CanonicalView, head: Head, steps: Sequence[Node]) -> Head:
     rest = list(steps)
     head = _masked(view, head, rest)
     if rest and rest[0].primitive == "add":
-        head = replace(head, bias=_bias(view, head, rest.pop(0)))
+        add = rest.pop(0)
+        head = replace(head, bias=_bias(view, head, add), sum_dtype=add.outputs[0].dtype)
     if [n.primitive for n in rest[-2:]] in (["tanh", "mul"], ["tanh", "div"]):
         cap = _factor(view, rest.pop())
         rest.pop()

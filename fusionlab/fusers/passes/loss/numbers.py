@@ -135,10 +135,8 @@ def _is_stopped(cut: Cut) -> bool:
     """Whether a region's root has no gradient."""
     region = cut.region
     avals, fn = [v.aval for v in region.inputs], jex_core.jaxpr_as_fun(region.jaxpr())
-    closed, inline = (
-        with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval),
-        on_single_device(plain_meaning_of, region.sums.axes),
-    )
+    closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
+    inline = on_single_device(plain_meaning_of, region.sums.axes)
 
     def attempt(reduction: Reduction) -> bool:
         sizes, args = inputs_of(avals, region.root.aval, reduction, weights=summed_with(closed))

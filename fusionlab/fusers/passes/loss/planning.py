@@ -163,7 +163,9 @@ def planned(search: Search, loss: Loss, total: WeightedSum | None = None) -> Sub
         x = head.of_rows(given["x"])
         if hidden:  # a softmax of rows that are left out has no logits of theirs
             x = jnp.where(jnp.reshape(given["weights"], (*head.rows, 1)), x, 0)
-        return x, given["w"], labels, given.get("bias"), weights
+        # In the dtype in which it is added: a sum that the program does not round is for no kernel that rounds it.
+        bias = given["bias"].astype(head.sum_dtype) if "bias" in given else None
+        return x, given["w"], labels, bias, weights
 
     def finish(out: Any) -> Any:
         results = out if len(region.roots) > 1 else (out,)

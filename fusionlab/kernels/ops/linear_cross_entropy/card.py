@@ -26,7 +26,7 @@ def variants(arch: str) -> Variants:
             for out in (*narrow, None):
                 plan = part_plan(4096, columns, dtype, out, Settings(device=device))
                 yield f"softmax {dtype} {columns}: {out or 'no cotangent'}", plan
-        bias = "bfloat16" if dtype == "float32" else None
+        bias = "bfloat16" if dtype == "float32" else dtype
         for columns, out in ((4099, "float32"), (32768, narrow[0]), (50257, narrow[0])):
             plan = part_plan(4096, columns, dtype, out, everything, bias=bias)
             yield f"softmax {dtype} {columns}: {out} and everything", plan

@@ -158,9 +158,9 @@ class _Pull:
     ):
         self.known, self.w, self.size, self.bias, self.wanted, self.form = known, w, size, bias, wanted, form
         logits, cotangent = jnp.dtype(form.logits_dtype), jnp.dtype(dtype_of(known, form))
-        size = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
+        whole = math.prod(shape[:-1]) * w.shape[0 if form.transposed else 1] * cotangent.itemsize
         self.kept = Kept.SUMS
-        if wanted and form.on_a_gpu and size <= WHOLE:
+        if wanted and form.on_a_gpu and whole <= WHOLE:
             self.kept = Kept.IN_PLACE if cotangent == logits else Kept.BESIDE
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:

@@ -143,7 +143,7 @@ def part_plan(
         *places("operand", ("logits", "labels", "of_loss", "bias"), reads),
         *places("result", RESULTS, results_of(form, out)),
         ("i64", rows),
-        *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, _of_float32(form.fill), cap, 1 / cap)),
+        *map(float_param, (form.scale, s, 1 - s, s / size, form.z_loss, *map(_of_float32, (form.fill, cap, 1 / cap)))),
     )
     units = (device.units if device else None) or MULTIPROCESSORS
     grid = (min(rows, tile.resident * units), 1, 1)

@@ -1,9 +1,10 @@
-// The softmax of `linear_cross_entropy`, of logits that exist: statistics and loss of each row of h = scale * (logits + bias), or of
-// cap * tanh(h / cap), and the cotangent of the logits, from one read of them. The arithmetic is that of ../rows.py. A block has one row at a time and goes over it twice: first for the
-// largest entry and the sum of the exponentials, online, as the entries arrive; then for the cotangent. A thread has the same entries both
-// times, so that it keeps them where no other thread looks: some vectors in registers, more in shared memory, which asynchronous copies fill
-// with the next row as soon as an entry is used for the last time; what has no room is read again, from the cache mostly. The kernel is bound
-// by memory. Sums have a fixed order. The cotangent may take the place of the logits. part_plan.py chooses the geometry.
+// The softmax of `linear_cross_entropy`, of logits that exist: of each row h = scale * (logits + bias), capped to cap * tanh(h / cap) if there
+// is a cap, the statistics and the loss, and the cotangent of the logits, from one read of them. The arithmetic is that of ../rows.py. A
+// block has one row at a time and goes over it twice: first for the largest entry and the sum of the exponentials, online, as the entries
+// arrive; then for the cotangent. A thread has the same entries both times, so that it keeps them where no other thread looks: some vectors
+// in registers, more in shared memory, which asynchronous copies fill with the next row as soon as an entry is used for the last time; what
+// has no room is read again, from the cache mostly. The kernel is bound by memory. Sums have a fixed order. The cotangent may take the place
+// of the logits. part_plan.py chooses the geometry.
 //
 //   FL_T        storage of the logits: 0 float, 1 bfloat16, 2 half. All else is computed in float.
 //   FL_BIAS     storage of the bias: the same codes; -1: without one
