@@ -89,6 +89,7 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
             several = name.endswith("by one kernel") and " of 1 " not in name  # texts
             few = 352 if several else 16 if name.startswith("attention") or name.endswith("by one kernel") else 0
             few = 64 if re.match(r"softmax .* of ", name) else few  # its checks are of the last vectors of a row
+            few = 96 if re.match(r"softmax .* everything", name) else few  # a bias, a cap and the argmax at once
             assert max(taken.spill_stores, taken.spill_loads) <= spills + few, f"{name}: {entry} spills"
 
 
