@@ -88,7 +88,7 @@ class Certifier(Memo):
             avals, out = [v.aval for v in region.inputs], region.root.aval
             old_fn = jex_core.jaxpr_as_fun(region.jaxpr())
             names = [f"gradient of {n}" for n in _float_names(region)]
-            inline = traced_once(on_single_device(self.inline))
+            inline = traced_once(without_device_sums(self.inline))
             try:
                 with placing((*avals, out)):
                     old = with_vjp(lambda *a: old_fn(*a)[0], avals, out)
@@ -246,7 +246,7 @@ def _same(
 
     `of` converts the programs' outputs to results of these names. Programs that sum over mesh axes are evaluated on several devices.
     """
-    inline = traced_once(on_single_device(programs.inline, programs.axes))
+    inline = traced_once(without_device_sums(programs.inline, programs.axes))
     programs = replace(programs, inline=inline, classes=region.positions)
     avals, tolerance = programs.avals, tolerance_of((*region.inputs, region.root))
 
@@ -270,7 +270,7 @@ def _draws(avals: Sequence[Any]) -> int:
     return _DRAWS if elements(avals) <= FEW else STEPS if any(map(is_number, avals)) else 1
 
 
-def on_single_device(inline: Inline, summed: frozenset[str] = frozenset()) -> Inline:
+def without_device_sums(inline: Inline, summed: frozenset[str] = frozenset()) -> Inline:
     """In the gradients of a site without collectives, sums over devices belong to operands that do not vary along an axis: they transpose
     the operand's copy to every device, equally in both programs. Only the computation of one device remains to be proved. A site that is
     `summed` over mesh axes itself is left as it is.

@@ -164,3 +164,19 @@ def test_the_loss_of_a_policy_is_found_with_its_gradients(loss):
     found = agree(loss, x, w, passes=[NAME], factor=4)
     assert len(found.candidates) == 1
     assert fl.find(jax.value_and_grad(loss, (0, 1)), x, w, passes=NAME).counts() == {NAME: 1, f"{NAME}_grad": 1}
+
+
+def test_a_bias_and_a_mean_in_a_shard_map_that_checks_what_varies():
+    """The gradient of what every device has is summed over the devices, which the program says there; its numbers vary along the axis."""
+    mesh, split = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("d")
+
+    def loss(x, w, b, y):
+        return jax.lax.pmean(integer_labels(x @ w + b, y).mean(), "d")
+
+    specs, gradients = (split, jax.P(), jax.P(), split), (split, jax.P(), jax.P())
+    graded = jax.value_and_grad(loss, (0, 1, 2))
+    step = jax.shard_map(graded, mesh=mesh, in_specs=specs, out_specs=(jax.P(), gradients))
+    draw = np.random.default_rng(6)
+    x, w, b = (jnp.asarray(draw.normal(size=s), jnp.float32) for s in ((12, 8), (8, 20), (20,)))
+    found = agree(step, x, w, b, jnp.arange(12), passes=[NAME], factor=4)
+    assert found.counts() == {NAME: 1, f"{NAME}_grad": 1}

@@ -89,7 +89,8 @@ def test_every_kernel_compiles_within_the_registers_on_record_and_spills_nothing
             several = name.endswith("by one kernel") and " of 1 " not in name  # texts
             few = 352 if several else 16 if name.startswith("attention") or name.endswith("by one kernel") else 0
             few = 64 if re.match(r"softmax .* of ", name) else few  # its checks are of the last vectors of a row
-            few = 96 if re.match(r"softmax .* everything", name) else few  # a bias, a cap and the argmax at once
+            # A bias, a cap and the argmax at once, in rows of which much is kept; measured, and without spills, on sm_90 alone.
+            few = 96 if re.match(r"softmax \w+ [35]\d{4}.* everything", name) and arch != "sm_90" else few
             assert max(taken.spill_stores, taken.spill_loads) <= spills + few, f"{name}: {entry} spills"
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ....graph.certify.certify import on_single_device, with_vjp
+from ....graph.certify.certify import with_vjp, without_device_sums
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.declined import Declined
@@ -136,7 +136,7 @@ def _is_stopped(cut: Cut) -> bool:
     region = cut.region
     avals, fn = [v.aval for v in region.inputs], jex_core.jaxpr_as_fun(region.jaxpr())
     closed = with_vjp(lambda *a: fn(*a)[0], avals, region.root.aval)
-    inline = on_single_device(plain_meaning_of, region.sums.axes)
+    inline = without_device_sums(plain_meaning_of, region.sums.axes)
 
     def attempt(reduction: Reduction) -> bool:
         sizes, args = inputs_of(avals, region.root.aval, reduction, weights=summed_with(closed))

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from ....graph.certify.certify import on_single_device, with_gradients
+from ....graph.certify.certify import with_gradients, without_device_sums
 from ....graph.certify.inputs import Reduction, inputs_of, summed_with
 from ....graph.certify.reduced_sizes import at_sizes
 from ....graph.certify.verdict import relative_error, tolerance_of
@@ -72,7 +72,7 @@ def treatment(
     avals, out = [v.aval for v in region.inputs], region.root.aval
     fn = jex_core.jaxpr_as_fun(region.jaxpr())
     old = with_gradients(lambda *a: fn(*a)[0], avals, out)
-    inline = traced_once(on_single_device(plain_meaning_of, region.sums.axes))
+    inline = traced_once(without_device_sums(plain_meaning_of, region.sums.axes))
     weights, tolerance = summed_with(old), tolerance_of((*region.inputs, region.root))
 
     last = list[Reduction]()  # the sizes at which the program before was evaluated, which is compared with the next

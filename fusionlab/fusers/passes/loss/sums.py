@@ -20,6 +20,7 @@ from ....graph.matching.region import CASTS, VIEWS, Region
 from ....graph.matching.walks import makers_of, source_of
 from ....graph.primitives import having
 from ....graph.program.equations import slice_jaxpr
+from ....graph.program.in_shard_map import as_varying
 from ....graph.program.ir import Node, Value, values_in
 from ....graph.program.signature import Memo
 from .rows import Downstream
@@ -58,13 +59,16 @@ class WeightedSum:
         return jnp.where(self._factors(region, ones) == 0, 0, weights)
 
     def _factors(self, region: Region, given: list[Any]) -> Any:
-        zeros = jnp.zeros(self.rows.shape, self.rows.dtype)
-        (factors,) = jax.vjp(self._as_function(region, given), zeros)[1](jnp.ones((), self.value.dtype))
+        one = as_varying(jnp.ones((), self.value.dtype), self.value.aval)
+        (factors,) = jax.vjp(self._as_function(region, given), self._zeros())[1](one)
         return factors
 
     def rest(self, region: Region, given: list[Any]) -> Any:
         """The scalar of losses that are 0."""
-        return self._as_function(region, given)(jnp.zeros(self.rows.shape, self.rows.dtype))
+        return self._as_function(region, given)(self._zeros())
+
+    def _zeros(self) -> Any:
+        return as_varying(jnp.zeros(self.rows.shape, self.rows.dtype), self.rows.aval)
 
     def _as_function(self, region: Region, given: list[Any]) -> Any:
         """The losses -> the scalar."""

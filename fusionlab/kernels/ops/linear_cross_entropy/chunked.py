@@ -164,6 +164,7 @@ class _Pull:
             self.kept = Kept.IN_PLACE if cotangent == logits else Kept.BESIDE
 
     def __call__(self, of: rows.Logits, part: dict[str, Array], cotangents: dict[str, Array]) -> dict[str, Array]:
+        # The gradient of a bias is that of cotangents that are not rounded yet, and takes the place of the one that `made` gives.
         found = of_bias(of, part, cotangents, self.form) if "bias" in self.wanted else {}
         return self.made(*multiplied(self.known, of, part, cotangents, self.form), part["x"]) | found
 
