@@ -56,7 +56,7 @@ def files_in(text: str) -> list[str]:
         ("fl.find(broken, x, w)", "TraceError: broken does not trace", ["broken"]),
         ("fl.find()", "TypeError: find() missing 1 required positional argument: 'fn'", []),
         ("fl.explore(mlp, x, w, budget_s=-1)", "ArgumentError: budget_s", []),
-        ("fl.load('nope.json')", "ArgumentError: path: nope.json", []),
+        ("fl.load('nope.json')", "ArgumentError: path: there is no file 'nope.json'", []),
         ("found.explain('nope')", "ArgumentError: explain: got 'nope'", []),
         ("found['nope']", "UnknownNameError: unknown site 'nope'", []),
         ("found.select('nope')", "UnknownNameError: unknown site or pass 'nope'", []),
